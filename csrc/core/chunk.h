@@ -1,0 +1,129 @@
+// What one team does to one chunk, once for all processors. A team is a CPU thread with vectors of
+// some width, or a CUDA block; it offers
+//   map(n, f)            calls f(V{}, j) so that every element j < n is covered once;
+//   sum_squares(n, f)    the same, and adds up the squares of what f returns by the tree of base.h;
+//   put(p, v)            stores v (rounded to *p's type) where nothing will be read again soon.
+// V is the team's vector: load, store, arithmetic without contraction.
+#pragma once
+
+#include "base.h"
+#include "dtype.h"
+
+namespace edit_ext {
+
+// Step 1, Delta of Algorithm 2 with the optimizer's sign: g = round_T(anchor) - param, encoded for
+// the wire, and the sum of squares before encoding. The anchor is rounded to the parameter's type
+// T first: a 16-bit parameter cannot hold the anchor's low bits, and without the rounding each
+// window would undo them.
+// anchor, param, send: [n]; returns the sum in fp32 (overflows to inf above |g| of about 1e19,
+// which flags the replica).
+template <class T, class W, class Team>
+EDIT_HD float pseudo_grad(Team team, int n, const float* anchor, const T* param, W* send) {
+  return team.sum_squares(n, [=](auto v, int j) {
+    using V = decltype(v);
+    const V g = V::load(anchor + j).template rounded<T>() - V::load(param + j);
+    team.put(send + j, g);
+    return g;
+  });
+}
+
+// Step 5, Eq. 3: merged = sum over r of w_r * g_r, in replica order, fp32. A replica of weight
+// zero is not read: 0 * NaN would be NaN.
+// pieces: [replicas] pointers to [n]; merged: [n].
+template <class W, class Team>
+EDIT_HD float merge(Team team, int n, int replicas, const W* const* pieces, const float* weights,
+                    float* merged) {
+  return team.sum_squares(n, [=](auto v, int j) {
+    using V = decltype(v);
+    V sum = V::all(0.0f);
+    for (int r = 0; r < replicas; ++r) {
+      if (weights[r] != 0.0f) sum = sum + V::all(weights[r]) * V::load(pieces[r] + j);
+    }
+    team.put(merged + j, sum);
+    return sum;
+  });
+}
+
+// Numbers of one outer step, already decided: lr, momentum and clip as fp32.
+struct OuterStep {
+  float lr, momentum, clip;
+  bool nesterov, replace;
+};
+
+template <class V>
+EDIT_HD V outer_direction(const OuterStep& o, V merged, V* momentum) {
+  const V g = V::all(o.clip) * merged;
+  if (o.replace) return g;
+  *momentum = V::all(o.momentum) * *momentum + g;
+  return V::all(o.lr) * (o.nesterov ? g + V::all(o.momentum) * *momentum : *momentum);
+}
+
+// Step 7, Eq. 4 and the outer optimizer (torch SGD with dampening 0). On a wire that returns
+// steps, `step` receives the encoded step and the anchor is left for write_back; otherwise `step`
+// is null and the anchor piece is stepped in place.
+// merged, anchor, momentum, step: [n]; momentum may be null when o.replace.
+template <class W, class Team>
+EDIT_HD void outer_step(Team team, int n, OuterStep o, const float* merged, float* anchor,
+                        float* momentum, W* step) {
+  team.map(n, [=](auto v, int j) {
+    using V = decltype(v);
+    V m = o.replace ? V::all(0.0f) : V::load(momentum + j);
+    const V s = outer_direction(o, V::load(merged + j), &m);
+    if (!o.replace) m.store(momentum + j);
+    if (step) {
+      team.put(step + j, s);
+    } else {
+      (V::load(anchor + j) - s).store(anchor + j);
+    }
+  });
+}
+
+// Step 9: on a wire that returns steps, anchor -= decoded step; then param <- round_T(anchor).
+template <class T, class W, class Team>
+EDIT_HD void write_back(Team team, int n, float* anchor, const W* step, T* param) {
+  team.map(n, [=](auto v, int j) {
+    using V = decltype(v);
+    V a = V::load(anchor + j);
+    if (step) {
+      a = a - V::load(step + j);
+      a.store(anchor + j);
+    }
+    team.put(param + j, a);
+  });
+}
+
+// All replicas stacked on one device, pass 1: the inner products G[i][k] of the R pseudo-gradients
+// (i <= k, row by row), from which norms, weights and the norm of any merged step follow:
+// |sum w_i g_i|^2 = w'Gw.
+template <int R, class Team>
+EDIT_HD void gram(Team team, int n, const float* anchor, const float* const* params, float* out) {
+  team.template sum_products<R>(
+      n,
+      [=](auto v, int j, auto* g) {
+        using V = decltype(v);
+        const V a = V::load(anchor + j);
+        for (int r = 0; r < R; ++r) g[r] = a - V::load(params[r] + j);
+      },
+      out);
+}
+
+// Pass 2: merge, outer step and write-back of all replicas in one go.
+template <class Team>
+EDIT_HD void stacked_step(Team team, int n, int replicas, OuterStep o, const float* weights,
+                          float* anchor, float* momentum, float* const* params) {
+  team.map(n, [=](auto v, int j) {
+    using V = decltype(v);
+    const V a = V::load(anchor + j);
+    V sum = V::all(0.0f);
+    for (int r = 0; r < replicas; ++r) {
+      if (weights[r] != 0.0f) sum = sum + V::all(weights[r]) * (a - V::load(params[r] + j));
+    }
+    V m = o.replace ? V::all(0.0f) : V::load(momentum + j);
+    const V next = a - outer_direction(o, sum, &m);
+    if (!o.replace) m.store(momentum + j);
+    next.store(anchor + j);
+    for (int r = 0; r < replicas; ++r) team.put(params[r] + j, next);
+  });
+}
+
+}  // namespace edit_ext

@@ -1,0 +1,25 @@
+// Device: the passes over memory of one sync, and the decisions between them. Implementations only
+// enqueue or compute; none of them hands a scalar back to the caller.
+#pragma once
+
+#include "layer.h"
+
+namespace edit_ext {
+
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  // Step 1. send, shard_sums[shard] <- tensors, anchor.
+  virtual void pseudo_grad(const LayerView& v) = 0;
+  // Between 2 and 3. records[replica] <- all shard_sums and the tag.
+  virtual void record(const LayerView& v, const SyncTag& tag) = 0;
+  // Step 5. decision, per_replica, detectors, merged, merge_records[mesh_rank] <- records, pieces.
+  virtual void merge(const LayerView& v, const Policy& p) = 0;
+  // Step 7. Owned piece of anchor or send (see codec.h), momentum <- merged, merge_records.
+  virtual void outer_step(const LayerView& v, const Policy& p) = 0;
+  // Step 9. tensors (and anchor, where steps came back) <- anchor, send.
+  virtual void write_back(const LayerView& v) = 0;
+};
+
+}  // namespace edit_ext

@@ -1,0 +1,68 @@
+// LayerView: one layer in flight as a plain struct of pointers and sizes. It crosses every seam
+// (torch -> sync -> device) and owns nothing.
+#pragma once
+
+#include "codec.h"
+#include "policy.h"
+
+namespace edit_ext {
+
+struct TensorView {
+  void* data;      // dense storage of `size` elements
+  int64_t size;    // elements
+  int64_t offset;  // first element in the layer's flat buffers, a multiple of kGroup
+  DType dtype;
+};
+
+struct Chunk {
+  int32_t tensor, size;  // size <= kChunk elements
+  int64_t start;         // first element inside the tensor
+};
+
+// Which sync this is, and what this replica did since the last one.
+struct SyncTag {
+  int64_t sync_index, steps, done;
+};
+
+struct LayerView {
+  const TensorView* tensors;  // [num_tensors]
+  const Chunk* chunks;        // [num_chunks], none crosses a tensor
+  int32_t num_tensors;
+  int64_t num_chunks;
+  int64_t size;   // elements of all tensors, each rounded up to kGroup
+  int64_t piece;  // elements of one piece
+  int32_t replica, replicas, shard, shards, mesh_rank, mesh_ranks;
+  Wire wire;
+  bool anchored;  // false: the anchor is taken as zero (buffers, optimizer states)
+
+  float* anchor;        // [replicas * piece] fp32, the last agreed weights
+  float* momentum;      // [piece] fp32, of the piece that this replica owns; null if not anchored
+  Detector* detectors;  // [replicas]
+
+  void* send;       // [replicas * piece] wire format; from step 7 on the returned steps
+  void* recv;       // [(replicas - 1) * piece] wire format
+  float* merged;    // [piece] fp32
+  float* partials;  // [max(num_chunks, chunks of a piece)] one fp32 sum per chunk
+
+  // Scalars on the device.
+  double* shard_sums;          // [shards]
+  NormRecord* records;         // [replicas]
+  PerReplica* per_replica;     // [replicas]
+  MergeRecord* merge_records;  // [mesh_ranks]
+  Decision* decision;
+};
+
+// Elements of piece r that exist; the last pieces may be short or empty.
+EDIT_HD int64_t piece_elements(const LayerView& v, int r) {
+  const int64_t left = v.size - r * v.piece;
+  return left < 0 ? 0 : left < v.piece ? left : v.piece;
+}
+
+// Piece r as this rank received it; its own was never sent.
+EDIT_HD char* received(const LayerView& v, int r) {
+  if (r == v.replica) return static_cast<char*>(v.send) + wire_bytes(v.wire, r * v.piece);
+  const int64_t slot = r < v.replica ? r : r - 1;
+  return static_cast<char*>(v.recv) + wire_bytes(v.wire, slot * v.piece);
+}
+
+}  // namespace edit_ext

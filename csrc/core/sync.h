@@ -1,0 +1,51 @@
+// The algorithm: one sync of one layer in nine steps, over any Device and any Comm.
+// EDiT, arXiv 2412.07210, Algorithm 2; the order and cost of the steps is the design of this
+// project: each piece is reduced once, by one rank, in replica order, and handed to all.
+#pragma once
+
+#include <vector>
+
+#include "comm.h"
+#include "device.h"
+
+namespace edit_ext {
+
+// On the caller's stream: the only read of the user's tensors.
+inline void sync_begin(Device& dev, const LayerView& v) {
+  dev.pseudo_grad(v);  // 1
+}
+
+inline void exchange_pieces(Comm& comm, const LayerView& v) {
+  std::vector<Block> to(v.replicas), from(v.replicas);
+  for (int r = 0; r < v.replicas; ++r) {
+    char* send = static_cast<char*>(v.send) + wire_bytes(v.wire, r * v.piece);
+    to[r] = {send, wire_bytes(v.wire, piece_elements(v, r))};
+    from[r] = {received(v, r), wire_bytes(v.wire, piece_elements(v, v.replica))};
+  }
+  comm.exchange(to.data(), from.data());
+}
+
+// On the side stream: sees only our own buffers.
+inline void sync_exchange(Device& dev, const Comms& comms, const LayerView& v, const Policy& p,
+                          const SyncTag& tag) {
+  if (comms.shard) comms.shard->gather_scalars(v.shard_sums, sizeof(double));  // 2
+  dev.record(v, tag);
+  if (comms.replica) {
+    comms.replica->gather_scalars(v.records, sizeof(NormRecord));  // 3
+    exchange_pieces(*comms.replica, v);                            // 4
+  }
+  dev.merge(v, p);                                                                   // 5
+  if (comms.mesh) comms.mesh->gather_scalars(v.merge_records, sizeof(MergeRecord));  // 6
+  dev.outer_step(v, p);                                                              // 7
+  if (comms.replica) {                                                               // 8
+    void* pieces = returns_steps(v.wire) ? v.send : static_cast<void*>(v.anchor);
+    comms.replica->all_gather(pieces, wire_bytes(v.wire, v.piece), wire_bytes(v.wire, v.size));
+  }
+}
+
+// On the caller's stream again: the only write to the user's tensors.
+inline void sync_finish(Device& dev, const LayerView& v) {
+  dev.write_back(v);  // 9
+}
+
+}  // namespace edit_ext
