@@ -1,0 +1,57 @@
+// CpuDevice: the CPU twin of Device. Computes at once, on the calling thread and on whatever
+// threads the injected parallel_for brings.
+#pragma once
+
+#include <functional>
+
+#include "../core/device.h"
+#include "kernels.h"
+
+namespace edit_ext::cpu {
+
+// Calls body(begin, end) so that [0, n) is covered once, in any order, and returns when all is
+// done.
+using Body = std::function<void(int64_t begin, int64_t end)>;
+using ParallelFor = std::function<void(int64_t n, const Body& body)>;
+
+void serial_for(int64_t n, const Body& body);
+
+class CpuDevice final : public Device {
+ public:
+  explicit CpuDevice(ParallelFor parallel_for = serial_for, const Kernels& table = kernels())
+      : parallel_for_(std::move(parallel_for)), kernels_(table) {}
+
+  void pseudo_grad(const LayerView& v) override;
+  void record(const LayerView& v, const SyncTag& tag) override;
+  void merge(const LayerView& v, const Policy& p) override;
+  void outer_step(const LayerView& v, const Policy& p) override;
+  void write_back(const LayerView& v) override;
+
+  // body(i) for i in [0, n), on all threads.
+  void for_each(int64_t n, const std::function<void(int64_t)>& body) const;
+  // body(chunk, first element, elements) over a flat range.
+  void for_flat(int64_t size,
+                const std::function<void(int64_t chunk, int64_t at, int n)>& body) const;
+  const Kernels& table() const { return kernels_; }
+
+ private:
+  void for_chunks(
+      const LayerView& v,
+      const std::function<void(int64_t index, const Chunk&, const TensorView&)>& body) const;
+
+  ParallelFor parallel_for_;
+  const Kernels& kernels_;
+};
+
+// Outputs of a layer this large will not be found in a cache again: store past it.
+inline bool streams(int64_t elements) { return elements * 4 >= (int64_t{8} << 20); }
+
+// Adds chunk sums in chunk order, in fp64.
+double total(const float* partials, int64_t n);
+
+inline OuterStep outer_numbers(const Policy& p, double clip) {
+  return {static_cast<float>(p.outer_lr), static_cast<float>(p.outer_momentum),
+          static_cast<float>(clip), p.nesterov != 0, p.outer == Outer::replace};
+}
+
+}  // namespace edit_ext::cpu
