@@ -1,0 +1,69 @@
+// The checked door: whatever comes from Python is looked at here, once. Behind it, code trusts its
+// arguments. Messages name the argument, the value, and what was expected.
+#pragma once
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include "../core/layout.h"
+
+namespace edit_ext {
+
+inline DType dtype_of(const at::Tensor& t, const std::string& name) {
+  switch (t.scalar_type()) {
+    case at::kFloat:
+      return DType::f32;
+    case at::kBFloat16:
+      return DType::bf16;
+    case at::kHalf:
+      return DType::f16;
+    default:
+      TORCH_CHECK_TYPE(false, name, " has dtype ", t.scalar_type(),
+                       "; expected float32, bfloat16 or float16");
+  }
+}
+
+inline void check_cpu(const at::Tensor& t, const std::string& name) {
+  TORCH_CHECK_VALUE(t.layout() == at::kStrided, name, " has layout ", t.layout(),
+                    "; expected a strided (dense) tensor");
+  TORCH_CHECK_VALUE(t.device().is_cpu(), name, " is on ", t.device(),
+                    "; expected cpu (this build has no CUDA kernels)");
+}
+
+// A flat buffer of ours: contiguous, one-dimensional, of the given dtype and at least `least`
+// elements.
+inline void check_flat(const at::Tensor& t, const std::string& name, at::ScalarType dtype,
+                       int64_t least) {
+  check_cpu(t, name);
+  TORCH_CHECK_TYPE(t.scalar_type() == dtype, name, " has dtype ", t.scalar_type(), "; expected ",
+                   dtype);
+  TORCH_CHECK_VALUE(t.dim() == 1 && t.is_contiguous(), name, " has shape ", t.sizes(),
+                    " and strides ", t.strides(), "; expected a contiguous vector");
+  TORCH_CHECK_VALUE(t.numel() >= least, name, " has ", t.numel(), " elements; expected at least ",
+                    least);
+}
+
+inline Wire wire_of(const at::Tensor& t, const std::string& name) {
+  const DType type = dtype_of(t, name);
+  TORCH_CHECK_TYPE(type != DType::f16, name,
+                   " has dtype Half; wire formats are float32 and "
+                   "bfloat16");
+  return type == DType::f32 ? Wire::f32 : Wire::bf16;
+}
+
+// Parameters whose memory can be walked in order: no gaps, no overlaps.
+inline Layout layout_of(at::TensorList params, const std::string& name) {
+  Layout layout;
+  for (size_t i = 0; i < params.size(); ++i) {
+    const std::string item = name + "[" + std::to_string(i) + "]";
+    check_cpu(params[i], item);
+    const DType type = dtype_of(params[i], item);
+    TORCH_CHECK_VALUE(params[i].is_non_overlapping_and_dense(), item, " has strides ",
+                      params[i].strides(), "; expected dense storage without gaps");
+    layout.add(params[i].data_ptr(), params[i].numel(), type);
+  }
+  return layout;
+}
+
+}  // namespace edit_ext

@@ -1,0 +1,104 @@
+// Layer: one layer's state and buffers as torch tensors, and its way through sync.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../core/comm.h"
+#include "../core/layout.h"
+#include "../cpu/worker.h"
+
+namespace edit_ext {
+
+// Working memory of one layer in flight.
+struct Buffers {
+  at::Tensor send, recv, merged, partials;
+};
+
+// As many Buffers as layers may be in flight, each grown to the largest layer that used it.
+class BufferPool {
+ public:
+  explicit BufferPool(int count);
+  std::shared_ptr<Buffers> acquire();  // throws std::runtime_error when all are in use
+  int64_t bytes() const;
+
+ private:
+  std::vector<std::shared_ptr<Buffers>> buffers_;
+};
+
+struct SharedComms {
+  std::shared_ptr<Comm> shard, replica, mesh;
+};
+
+// What a finished sync says about itself, copied from the device.
+struct LayerStats {
+  SyncTag tag;
+  std::vector<NormRecord> records;
+  std::vector<PerReplica> per_replica;
+  Decision decision;
+  double begin_seconds, exchange_seconds, wait_seconds, write_back_seconds;
+  int64_t bytes_sent;
+};
+
+class Layer {
+ public:
+  Layer(std::string name, std::vector<at::Tensor> params, SharedComms comms,
+        std::shared_ptr<cpu::Worker> worker, std::shared_ptr<BufferPool> pool, Wire wire,
+        bool anchored);
+
+  // Step 1 on the calling thread; steps 2 to 8 are queued on the worker. Throws when a sync of
+  // this layer is in flight or a parameter no longer looks as it did.
+  void begin(const Policy& policy, const SyncTag& tag);
+  // True when steps 2 to 8 are over; false after `seconds`. Throws what went wrong.
+  bool wait_for(double seconds);
+  // Step 9 on the calling thread, after wait_for returned true.
+  void finish();
+
+  void capture();  // anchor <- params
+  void restore();  // params <- anchor rounded to their dtype
+
+  const std::string& name() const { return name_; }
+  const std::vector<at::Tensor>& params() const { return params_; }
+  bool in_flight() const { return flight_ != nullptr; }
+  int64_t size() const { return size_; }
+  const LayerStats& stats() const;
+  at::Tensor anchor() const;  // [size] fp32
+  at::Tensor momentum() const { return momentum_; }
+  at::Tensor detector() const { return detector_; }          // [replicas, 5] fp64
+  std::vector<at::Tensor> anchor_like() const;               // fp32, shaped like the parameters
+  void load_anchor(const std::vector<at::Tensor>& tensors);  // the inverse
+
+ private:
+  struct Flight;
+  Layout layout(bool copy_in);
+  void copy_out();
+  at::Tensor part_of(const at::Tensor& flat, size_t param) const;
+  std::string where(const SyncTag& tag) const;
+
+  const std::string name_;
+  const std::vector<at::Tensor> params_;
+  const SharedComms comms_;
+  const std::shared_ptr<cpu::Worker> worker_;
+  const std::shared_ptr<BufferPool> pool_;
+  const Wire wire_;
+  const bool anchored_;
+
+  std::vector<at::Tensor> staged_;  // dense copies of parameters that have gaps, else undefined
+  std::vector<std::vector<int64_t>> strides_;
+  std::vector<int64_t> offsets_;
+  int64_t size_ = 0, piece_ = 0;
+  at::Tensor anchor_, momentum_, detector_;
+  std::shared_ptr<Flight> flight_;
+  std::optional<LayerStats> stats_;
+};
+
+// 64 bits that depend on every byte of the tensor's values in logical order.
+uint64_t checksum(const at::Tensor& t);
+
+}  // namespace edit_ext

@@ -1,0 +1,139 @@
+// edit_ext._C: what Python sees, as a contents page.
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "../comm/delayed.h"
+#include "c10d_comm.h"
+#include "info.h"
+#include "layer.h"
+#include "policy.h"
+
+namespace py = pybind11;
+using namespace edit_ext;
+using std::shared_ptr;
+
+namespace {
+
+// torch's error classes keep their meaning: TypeError, ValueError, RuntimeError, no C++ stack.
+void translate(std::exception_ptr error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::TypeError& e) {
+    PyErr_SetString(PyExc_TypeError, e.what_without_backtrace());
+  } catch (const c10::ValueError& e) {
+    PyErr_SetString(PyExc_ValueError, e.what_without_backtrace());
+  } catch (const c10::Error& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what_without_backtrace());
+  }
+}
+
+// Without the interpreter lock, so that other Python threads run; signals are looked at ten times
+// a second, so that Ctrl-C ends the wait.
+void wait(Layer& layer) {
+  while (true) {
+    {
+      py::gil_scoped_release unlocked;
+      if (layer.wait_for(0.1)) {
+        layer.finish();
+        return;
+      }
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+}
+
+py::dict stats(const Layer& layer) {
+  const LayerStats& s = layer.stats();
+  py::list norms, weights, flags, idle, steps, done;
+  for (size_t r = 0; r < s.records.size(); ++r) {
+    norms.append(s.per_replica[r].norm);
+    weights.append(s.per_replica[r].weight);
+    flags.append(s.per_replica[r].flagged != 0);
+    idle.append(s.per_replica[r].idle != 0);
+    steps.append(s.records[r].steps);
+    done.append(s.records[r].done != 0);
+  }
+  using namespace py::literals;
+  return py::dict("sync_index"_a = s.tag.sync_index, "norms"_a = norms, "weights"_a = weights,
+                  "flags"_a = flags, "idle"_a = idle, "steps"_a = steps, "done"_a = done,
+                  "merged_norm"_a = s.decision.merged_norm, "clip"_a = s.decision.clip,
+                  "skip"_a = s.decision.skip != 0, "begin_seconds"_a = s.begin_seconds,
+                  "exchange_seconds"_a = s.exchange_seconds, "wait_seconds"_a = s.wait_seconds,
+                  "write_back_seconds"_a = s.write_back_seconds, "bytes_sent"_a = s.bytes_sent);
+}
+
+Wire wire_named(const std::string& name) {
+  TORCH_CHECK_VALUE(name == "fp32" || name == "bf16", "wire is '", name,
+                    "'; expected 'fp32' or 'bf16'");
+  return name == "fp32" ? Wire::f32 : Wire::bf16;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  py::register_local_exception_translator(translate);
+  using unlocked = py::call_guard<py::gil_scoped_release>;
+
+  py::class_<Policy>(m, "Policy")
+      .def(py::init(&make_policy), py::kw_only(), py::arg("outer") = "sgd", py::arg("outer_lr"),
+           py::arg("outer_momentum"), py::arg("nesterov"), py::arg("clip_norm"),
+           py::arg("weighting"), py::arg("temperature"), py::arg("z_threshold"),
+           py::arg("ema_alpha"), py::arg("ema_warmup"), py::arg("max_flags_in_a_row"));
+
+  py::class_<Comm, shared_ptr<Comm>>(m, "Comm")
+      .def_property_readonly("rank", &Comm::rank)
+      .def_property_readonly("size", &Comm::size)
+      .def_property_readonly("bytes_sent", &Comm::bytes_sent)
+      .def("abort", &Comm::abort, py::arg("reason"))
+      .def("poll", &Comm::poll);
+  py::class_<C10dComm, Comm, shared_ptr<C10dComm>>(m, "C10dComm")
+      .def(py::init<std::string, std::string>(), py::arg("payload_group"), py::arg("scalar_group"));
+  py::class_<DelayedComm, Comm, shared_ptr<DelayedComm>>(m, "DelayedComm")
+      .def(py::init<shared_ptr<Comm>, double>(), py::arg("inner"), py::arg("seconds"));
+
+  py::class_<cpu::Worker, shared_ptr<cpu::Worker>>(m, "Worker")
+      .def(py::init<>())
+      .def("fail", &cpu::Worker::fail, py::arg("reason"))
+      .def("close", &cpu::Worker::close, py::arg("seconds") = 0.0, unlocked());
+  py::class_<BufferPool, shared_ptr<BufferPool>>(m, "BufferPool")
+      .def(py::init<int>(), py::arg("count"))
+      .def_property_readonly("bytes", &BufferPool::bytes);
+
+  py::class_<Layer, shared_ptr<Layer>>(m, "Layer")
+      .def(
+          py::init([](std::string name, std::vector<at::Tensor> params, shared_ptr<Comm> replica,
+                      shared_ptr<Comm> shard, shared_ptr<Comm> mesh, shared_ptr<cpu::Worker> worker,
+                      shared_ptr<BufferPool> pool, const std::string& wire, bool anchored) {
+            return std::make_shared<Layer>(
+                std::move(name), std::move(params),
+                SharedComms{std::move(shard), replica, mesh ? std::move(mesh) : replica},
+                std::move(worker), std::move(pool), wire_named(wire), anchored);
+          }),
+          py::arg("name"), py::arg("params"), py::kw_only(), py::arg("replica"),
+          py::arg("shard") = nullptr, py::arg("mesh") = nullptr, py::arg("worker"), py::arg("pool"),
+          py::arg("wire") = "fp32", py::arg("anchored") = true)
+      .def(
+          "begin",
+          [](Layer& layer, const Policy& policy, int64_t sync_index, int64_t steps, bool done) {
+            layer.begin(policy, {sync_index, steps, done});
+          },
+          py::arg("policy"), py::kw_only(), py::arg("sync_index"), py::arg("steps"),
+          py::arg("done"), unlocked())
+      .def("wait", &wait)
+      .def("ready", [](Layer& layer) { return layer.wait_for(0.0); })
+      .def("capture", &Layer::capture, unlocked())
+      .def("restore", &Layer::restore, unlocked())
+      .def("stats", &stats)
+      .def("anchor_like", &Layer::anchor_like)
+      .def("load_anchor", &Layer::load_anchor, py::arg("tensors"))
+      .def_property_readonly("name", &Layer::name)
+      .def_property_readonly("params", &Layer::params)
+      .def_property_readonly("size", &Layer::size)
+      .def_property_readonly("in_flight", &Layer::in_flight)
+      .def_property_readonly("anchor", &Layer::anchor)
+      .def_property_readonly("momentum", &Layer::momentum)
+      .def_property_readonly("detector", &Layer::detector);
+
+  m.def("checksum", &checksum, py::arg("tensor"), unlocked());
+  m.def("build_info", &build_info);
+}

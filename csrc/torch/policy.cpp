@@ -1,0 +1,83 @@
+#include "policy.h"
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
+
+namespace edit_ext {
+
+Policy make_policy(const std::string& outer, double outer_lr, double outer_momentum, bool nesterov,
+                   std::optional<double> clip_norm, const std::string& weighting,
+                   double temperature, std::optional<double> z_threshold, double ema_alpha,
+                   int64_t ema_warmup, int64_t max_flags_in_a_row) {
+  Policy p;
+  TORCH_CHECK_VALUE(outer == "sgd" || outer == "replace", "outer is '", outer,
+                    "'; expected 'sgd' or 'replace'");
+  p.outer = outer == "sgd" ? Outer::sgd : Outer::replace;
+  if (weighting == "softmax") {
+    p.weighting = Weighting::softmax;
+  } else if (weighting == "uniform") {
+    p.weighting = Weighting::uniform;
+  } else {
+    TORCH_CHECK_VALUE(weighting == "steps", "weighting is '", weighting,
+                      "'; expected 'softmax', 'uniform' or 'steps'");
+    p.weighting = Weighting::steps;
+  }
+  TORCH_CHECK_VALUE(outer_lr > 0.0 && finite(outer_lr), "outer_lr is ", outer_lr,
+                    "; expected a number above 0");
+  TORCH_CHECK_VALUE(outer_momentum >= 0.0 && outer_momentum < 1.0, "outer_momentum is ",
+                    outer_momentum, "; expected a number in [0, 1)");
+  TORCH_CHECK_VALUE(!clip_norm || *clip_norm > 0.0, "clip_norm is ", clip_norm.value_or(0),
+                    "; expected a number above 0, or None for no clipping");
+  TORCH_CHECK_VALUE(temperature > 0.0, "temperature is ", temperature,
+                    "; expected a number above 0");
+  TORCH_CHECK_VALUE(!z_threshold || *z_threshold > 0.0, "z_threshold is ", z_threshold.value_or(0),
+                    "; expected a number above 0, or None for no z-test");
+  TORCH_CHECK_VALUE(ema_alpha > 0.0 && ema_alpha < 1.0, "ema_alpha is ", ema_alpha,
+                    "; expected a number in (0, 1)");
+  TORCH_CHECK_VALUE(ema_warmup >= 2, "ema_warmup is ", ema_warmup,
+                    "; expected at least 2 syncs: one norm has no variance");
+  TORCH_CHECK_VALUE(max_flags_in_a_row >= 1, "max_flags_in_a_row is ", max_flags_in_a_row,
+                    "; expected at least 1");
+  p.outer_lr = outer_lr;
+  p.outer_momentum = outer_momentum;
+  p.nesterov = nesterov;
+  p.clip_norm = clip_norm.value_or(0.0);
+  p.temperature = temperature;
+  p.z_test = z_threshold.has_value();
+  p.z_threshold = z_threshold.value_or(0.0);
+  p.ema_alpha = ema_alpha;
+  p.ema_warmup = static_cast<int32_t>(ema_warmup);
+  p.max_flags_in_a_row = static_cast<int32_t>(max_flags_in_a_row);
+  return p;
+}
+
+void check_detector(const at::Tensor& detector, int64_t replicas) {
+  TORCH_CHECK_TYPE(detector.scalar_type() == at::kDouble, "detector has dtype ",
+                   detector.scalar_type(), "; expected float64");
+  TORCH_CHECK_VALUE(detector.device().is_cpu() && detector.is_contiguous() && detector.dim() == 2 &&
+                        detector.size(0) == replicas && detector.size(1) == 5,
+                    "detector has shape ", detector.sizes(), "; expected contiguous [", replicas,
+                    ", 5] on cpu");
+}
+
+at::Tensor weights_of(const std::vector<PerReplica>& replicas) {
+  at::Tensor t = at::empty({static_cast<int64_t>(replicas.size())}, at::kFloat);
+  for (size_t r = 0; r < replicas.size(); ++r) t.data_ptr<float>()[r] = replicas[r].weight;
+  return t;
+}
+
+at::Tensor flags_of(const std::vector<PerReplica>& replicas) {
+  at::Tensor t = at::empty({static_cast<int64_t>(replicas.size())}, at::kBool);
+  for (size_t r = 0; r < replicas.size(); ++r) t.data_ptr<bool>()[r] = replicas[r].flagged != 0;
+  return t;
+}
+
+cpu::CpuDevice& cpu_device() {
+  static cpu::CpuDevice device([](int64_t n, const cpu::Body& body) {
+    at::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) { body(begin, end); });
+  });
+  return device;
+}
+
+}  // namespace edit_ext

@@ -1,0 +1,99 @@
+"""The compiled part. `edit_ext.ops` documents the operators; this is what the hook is built on."""
+
+from torch import Tensor
+
+class Policy:
+    """Numbers of every decision of a sync; ValueError names a field that is out of range."""
+
+    def __init__(
+        self,
+        *,
+        outer: str = "sgd",
+        outer_lr: float,
+        outer_momentum: float,
+        nesterov: bool,
+        clip_norm: float | None,
+        weighting: str,
+        temperature: float,
+        z_threshold: float | None,
+        ema_alpha: float,
+        ema_warmup: int,
+        max_flags_in_a_row: int,
+    ) -> None: ...
+
+class Comm:
+    """One group of ranks; `bytes_sent` counts payload and scalars of this rank."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def bytes_sent(self) -> int: ...
+    def abort(self, reason: str) -> None: ...
+    def poll(self) -> None: ...
+
+class C10dComm(Comm):
+    """Over two c10d groups of the same ranks, given by name (`ProcessGroup.group_name`)."""
+
+    def __init__(self, payload_group: str, scalar_group: str) -> None: ...
+
+class DelayedComm(Comm):
+    """Sleeps `seconds` before each payload exchange of `inner`: a slow link."""
+
+    def __init__(self, inner: Comm, seconds: float) -> None: ...
+
+class Worker:
+    """A FIFO thread: the CPU's side stream."""
+
+    def fail(self, reason: str) -> None: ...
+    def close(self, seconds: float = 0.0) -> bool: ...
+
+class BufferPool:
+    """Working memory for `count` layers in flight; `bytes` is what it holds now."""
+
+    def __init__(self, count: int) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+
+class Layer:
+    """One layer's anchor, momentum piece and detectors, and its sync in begin / wait."""
+
+    def __init__(
+        self,
+        name: str,
+        params: list[Tensor],
+        *,
+        replica: Comm | None,
+        shard: Comm | None = None,
+        mesh: Comm | None = None,
+        worker: Worker,
+        pool: BufferPool,
+        wire: str = "fp32",
+        anchored: bool = True,
+    ) -> None: ...
+    def begin(self, policy: Policy, *, sync_index: int, steps: int, done: bool) -> None: ...
+    def wait(self) -> None: ...
+    def ready(self) -> bool: ...
+    def capture(self) -> None: ...
+    def restore(self) -> None: ...
+    def stats(self) -> dict[str, object]: ...
+    def anchor_like(self) -> list[Tensor]: ...
+    def load_anchor(self, tensors: list[Tensor]) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def params(self) -> list[Tensor]: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def in_flight(self) -> bool: ...
+    @property
+    def anchor(self) -> Tensor: ...
+    @property
+    def momentum(self) -> Tensor | None: ...
+    @property
+    def detector(self) -> Tensor: ...
+
+def checksum(tensor: Tensor) -> int: ...
+def build_info() -> dict[str, object]: ...
