@@ -111,17 +111,27 @@ def stacked_outer_step(
     )
 
 
+# Fake kernels: shapes and dtypes for torch.compile, and the only code that sees `meta` tensors.
 def _scalar(like: Tensor) -> Tensor:
     return like.new_empty(1, dtype=torch.float64)
 
 
+def _same_device(anchor: Tensor, params: list[Tensor]) -> None:
+    for i, p in enumerate(params):
+        if p.device != anchor.device:
+            raise ValueError(f"params[{i}] is on {p.device}; expected {anchor.device}")
+
+
 @torch.library.register_fake("edit_ext::pseudo_grad")
-def _(anchor, params, send):
+def _(anchor: Tensor, params: list[Tensor], send: Tensor) -> Tensor:
+    _same_device(anchor, params)
     return _scalar(anchor)
 
 
 @torch.library.register_fake("edit_ext::decide")
-def _(norms, steps, detector, **policy):
+def _(
+    norms: Tensor, steps: Tensor, detector: Tensor, **policy: object
+) -> tuple[Tensor, Tensor, Tensor]:
     replicas = norms.shape[0]
     return (
         norms.new_empty(replicas, dtype=torch.float32),
@@ -131,22 +141,30 @@ def _(norms, steps, detector, **policy):
 
 
 @torch.library.register_fake("edit_ext::merge")
-def _(pieces, weights, merged):
+def _(pieces: list[Tensor], weights: Tensor, merged: Tensor) -> Tensor:
     return _scalar(merged)
 
 
 @torch.library.register_fake("edit_ext::outer_step")
-def _(merged, anchor, momentum, norm2, outer_lr, outer_momentum, nesterov, clip_norm):
-    return None
+def _(merged: Tensor, anchor: Tensor, momentum: Tensor, norm2: Tensor, *policy: object) -> None:
+    """Returns nothing, like the operator."""
 
 
 @torch.library.register_fake("edit_ext::write_back")
-def _(anchor, params):
-    return None
+def _(anchor: Tensor, params: list[Tensor]) -> None:
+    _same_device(anchor, params)
 
 
 @torch.library.register_fake("edit_ext::stacked_outer_step")
-def _(params, replicas, anchor, momentum, detector, **policy):
+def _(
+    params: list[Tensor],
+    replicas: int,
+    anchor: Tensor,
+    momentum: Tensor,
+    detector: Tensor,
+    **policy: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _same_device(anchor, params)
     return (
         anchor.new_empty(replicas, dtype=torch.float64),
         anchor.new_empty(replicas, dtype=torch.float32),
@@ -156,5 +174,5 @@ def _(params, replicas, anchor, momentum, detector, **policy):
 
 
 @torch.library.register_fake("edit_ext::stream")
-def _(kind, a, b, out):
+def _(kind: int, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     return _scalar(a)
