@@ -1,0 +1,157 @@
+"""The folder is the permission: who may include whom, which files are built, how long they get."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+
+# Folder -> the folders of csrc whose headers it may include, its own among them.
+MAY_INCLUDE = {
+    "core": {"core"},
+    "cpu": {"core", "cpu"},
+    "comm": {"core", "comm"},
+    "torch": {"core", "cpu", "comm", "torch"},
+    "tests": {"core", "cpu", "comm", "tests"},
+}
+SEES_TORCH = {"torch"}
+TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2|pybind11)/|^Python\.h$")
+CUDA_HEADER = re.compile(r"^(cuda|cub|nvtx3|thrust|cooperative_groups)|^nccl")
+
+# Every other implementation is compared with the reference, so it must not lean on one of them.
+REFERENCE_MAY_IMPORT = {"__future__", "collections", "dataclasses", "math", "torch", "typing"}
+
+MOST_LINES = 400
+
+
+def files(*patterns: str) -> list[Path]:
+    found = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    return [path for path in found if path.is_file()]
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def includes(path: Path) -> list[tuple[str, str]]:
+    """(quote or bracket, header) of each #include of a file."""
+    return re.findall(r'^\s*#\s*include\s*(["<])([^">]+)[">]', path.read_text(), re.MULTILINE)
+
+
+def assigned_lists(path: Path) -> dict[str, list[str]]:
+    """The top-level `NAME = ["...", ...]` of a Python file."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.List):
+            assert isinstance(node.targets[0], ast.Name)
+            found[node.targets[0].id] = ast.literal_eval(node.value)
+    return found
+
+
+def setup_sources() -> list[str]:
+    lists = assigned_lists(ROOT / "setup.py")
+    return [source for key, value in lists.items() if key.endswith("_SOURCES") for source in value]
+
+
+def cmake_library_sources() -> list[str]:
+    text = (ROOT / "CMakeLists.txt").read_text()
+    block = re.search(r"add_library\(edit_ext_cpu STATIC\s+([^)]*)\)", text)
+    assert block
+    return block.group(1).split()
+
+
+def cmake_tests() -> list[str]:
+    block = re.search(r"foreach\(name IN ITEMS ([^)]*)\)", (ROOT / "CMakeLists.txt").read_text())
+    assert block
+    return [f"csrc/tests/{test}.cpp" for test in block.group(1).split()]
+
+
+@pytest.mark.parametrize("path", files("csrc/*/*.h", "csrc/*/*.cpp"), ids=name)
+def test_includes(path: Path) -> None:
+    """A file includes headers only of folders it may see, and torch only in csrc/torch."""
+    folder = path.parent.name
+    for quote, header in includes(path):
+        if quote == '"':
+            target = (path.parent / header).resolve()
+            assert target.is_file(), f"{name(path)} includes {header}, which is not there"
+            seen = target.relative_to(CSRC).parts[0]
+            assert seen in MAY_INCLUDE[folder], f"{name(path)}: {folder} must not see {seen}"
+        else:
+            allowed = folder in SEES_TORCH or not TORCH_HEADER.match(header)
+            assert allowed, f"{name(path)}: only csrc/torch may include <{header}>"
+            assert not CUDA_HEADER.match(header), f"{name(path)}: <{header}> is a CUDA header"
+
+
+def test_headers_are_included_once() -> None:
+    """Each header starts with a comment of what it holds and has an include guard."""
+    for path in files("csrc/*/*.h"):
+        text = path.read_text()
+        assert text.startswith("//"), f"{name(path)} does not say what it holds"
+        assert "#pragma once" in text, f"{name(path)} has no #pragma once"
+
+
+def test_setup_and_cmake_name_the_same_sources() -> None:
+    """What needs no torch is built by both, from the same list in the same order."""
+    without_torch = [source for source in setup_sources() if not source.startswith("csrc/torch/")]
+    assert without_torch == cmake_library_sources()
+
+
+def test_every_source_is_named() -> None:
+    """No .cpp lies about unbuilt, and none is named that is not there."""
+    named = setup_sources() + cmake_tests()
+    assert len(named) == len(set(named))
+    assert set(named) == {name(path) for path in files("csrc/*/*.cpp")}
+
+
+def test_setup_and_cmake_use_the_same_flags() -> None:
+    """Both builds use the same flags, and none that changes how floats are rounded."""
+    lists = assigned_lists(ROOT / "setup.py")
+    cmake = (ROOT / "CMakeLists.txt").read_text()
+    assert "set(CMAKE_CXX_STANDARD 17)" in cmake and "-std=c++17" in lists["CXX_FLAGS"]
+    for flag in {*lists["CXX_FLAGS"], *lists["CXX_WARNINGS"]} - {"-std=c++17", "-g0"}:
+        assert re.search(rf"(?<!\S){re.escape(flag)}(?=[\s)])", cmake), f"CMake lacks {flag}"
+    for flag in re.findall(r"""(?<=[\s"'])-(?:m|ff)[a-z][\w=-]*""", cmake + repr(lists)):
+        assert flag == "-ffp-contract=off", f"{flag} may change what is computed"
+
+
+def test_tree_is_flat() -> None:
+    """Folders hold files, not further folders; names are lower case with underscores."""
+    for folder in ("csrc/*", "edit_ext", "bench", "examples", "python_tests"):
+        for path in ROOT.glob(f"{folder}/*"):
+            if path.name.startswith((".", "_")) or path.name == "results":
+                continue
+            assert path.is_file(), f"{name(path)} is a folder inside a folder"
+            assert re.fullmatch(r"[a-z0-9_]+\.[a-z]+", path.name), f"{name(path)}: odd name"
+
+
+@pytest.mark.parametrize(
+    "path",
+    files(
+        "*.py", "csrc/*/*.*", "edit_ext/*.py*", "bench/*.py", "examples/*.py", "python_tests/*.py"
+    ),
+    ids=name,
+)
+def test_no_long_files(path: Path) -> None:
+    """No file takes a day to scroll."""
+    lines = len(path.read_text().splitlines())
+    assert lines <= MOST_LINES, f"{name(path)} has {lines} lines: ask what hides in it"
+
+
+def test_reference_stands_alone() -> None:
+    """reference.py imports torch and the standard library, nothing of the paths it judges."""
+    tree = ast.parse((ROOT / "edit_ext/reference.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "reference.py has a relative import"
+            imported = [node.module or ""]
+        elif isinstance(node, ast.Import):
+            imported = [alias.name for alias in node.names]
+        else:
+            continue
+        for module in imported:
+            assert module.split(".")[0] in REFERENCE_MAY_IMPORT, f"reference.py imports {module}"
