@@ -5,7 +5,11 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
 #pragma GCC target("avx2,f16c")
+#endif
 #include "kernels_impl.h"
 #include "vec_avx2.h"
 
@@ -14,6 +18,10 @@ namespace edit_ext::cpu {
 const Kernels* avx2_kernels() { return Table<VecAvx2>::make("avx2"); }
 
 }  // namespace edit_ext::cpu
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #else
 #include "kernels.h"
 

@@ -18,6 +18,7 @@ inline pybind11::dict build_info() {
   info["compiler"] = __VERSION__;
   info["torch"] = TORCH_VERSION;
   info["cuda"] = false;
+  info["cuda_reason"] = "this version has a CPU part only";
   return info;
 }
 
