@@ -1,0 +1,25 @@
+"""edit_ext: local-update training for PyTorch as a hook on an ordinary training loop.
+
+    sync = edit_ext.attach(model, optimizer, edit_ext.EDiT(sync_every=128, warmup_steps=1000))
+
+The words used throughout: a replica is one whole copy of the model; a layer is the unit of sync;
+the anchor is the last agreed weights; the pseudo-gradient is anchor - parameter; a window is the
+local steps between two syncs; a flagged replica is left out of a layer's sync as an outlier.
+"""
+
+import torch  # noqa: F401  (first: the compiled part links against it)
+
+try:
+    from . import _C
+except ImportError as error:
+    raise ImportError(
+        f"edit_ext's compiled part cannot be imported ({error}); build it for this Python and "
+        "torch with: pip install --no-build-isolation ."
+    ) from error
+
+from . import ops
+from .config import EDiT
+from .handle import Handle
+from .hook import attach
+
+__all__ = ["_C", "EDiT", "Handle", "attach", "ops"]

@@ -1,0 +1,186 @@
+"""The replica group: our own duplicates of a process group, and watched collectives on them."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from . import _C
+from .heartbeat import Heartbeat
+
+# The heartbeat decides when a peer is lost; the operations themselves wait for a slow one.
+PATIENCE = timedelta(days=365)
+
+
+class ReplicaGroup:
+    """The R ranks that hold the replicas, on two Gloo groups that nobody else uses.
+
+    A group shared with other code would see calls in an order that differs between ranks. With one
+    replica there is no process group at all and every method returns at once.
+
+    rank, size: this replica's index and R. ranks: the members' global ranks.
+    bytes_sent: what the collectives of this class have sent from this rank, as a ring would.
+    broken: a collective has not been completed, so the groups cannot be used any more.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        timeout: float,
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self.rank, self.size, self.ranks = 0, 1, [0]
+        self.bytes_sent = 0
+        self.broken = False
+        self.heartbeat: Heartbeat | None = None
+        self.groups: list[dist.ProcessGroup] = []
+        if not (dist.is_available() and dist.is_initialized()):
+            if group is not None:
+                raise ValueError("group= was given, but torch.distributed is not initialised")
+            return
+        if group is None:
+            self.ranks = list(range(dist.get_world_size()))
+        elif not isinstance(group, dist.ProcessGroup):
+            raise ValueError(f"group= does not contain rank {dist.get_rank()}: it is {group!r}")
+        else:
+            self.ranks = dist.get_process_group_ranks(group)
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(dist.get_rank())
+        if self.size == 1:
+            return
+        store = distributed_c10d._get_default_store()
+        prefix = _prefix(store, self.rank, self.ranks)
+        self.heartbeat = Heartbeat(store, prefix, self.rank, self.ranks, timeout, on_failure)
+        self.heartbeat.arrive()
+        whole = self.size == dist.get_world_size()
+        for purpose in ("payload", "scalars"):
+            duplicate = dist.new_group(
+                self.ranks,
+                timeout=timedelta(seconds=max(timeout, 1.0)),
+                backend="gloo",
+                use_local_synchronization=not whole,
+                group_desc=f"edit_ext {purpose}",
+            )
+            distributed_c10d._set_pg_timeout(PATIENCE, duplicate)
+            self.groups.append(duplicate)
+        self.heartbeat.start()
+
+    def comm(self, wrapper: Callable[[_C.Comm], _C.Comm] | None = None) -> _C.Comm | None:
+        """The C++ communicator over these groups, inside `wrapper` if given; None for R = 1."""
+        if self.size == 1:
+            return None
+        plain = _C.C10dComm(self.groups[0].group_name, self.groups[1].group_name)
+        return wrapper(plain) if wrapper else plain
+
+    def name(self, replica: int) -> str:
+        """How messages call a replica."""
+        return f"replica {replica} (rank {self.ranks[replica]})"
+
+    def gather(self, values: list[int], what: str) -> list[list[int]]:
+        """All replicas' lists of signed 64-bit integers, of one length, by replica."""
+        mine = torch.tensor(values, dtype=torch.int64)
+        return [part.tolist() for part in self._gather(mine, what)]
+
+    def gather_text(self, text: str, what: str) -> list[str]:
+        """All replicas' texts, of any length, by replica."""
+        raw = text.encode()
+        lengths = [row[0] for row in self.gather([len(raw)], what)]
+        mine = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+        if raw:
+            mine[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        parts = self._gather(mine, what)
+        return [
+            bytes(part[:length].tolist()).decode()
+            for part, length in zip(parts, lengths, strict=True)
+        ]
+
+    def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> None:
+        """Overwrite `tensor` (contiguous) with replica `source`'s."""
+        if self.size == 1 or tensor.numel() == 0:
+            return
+        work = dist.broadcast(
+            _bytes_of(tensor), self.ranks[source], group=self.groups[0], async_op=True
+        )
+        self.finish(work, what)
+        if self.rank == source:
+            self.bytes_sent += tensor.numel() * tensor.element_size()
+
+    def start_sum(self, flat: Tensor) -> Any:
+        """Begin to sum a flat fp32 tensor over the replicas in place; the work to `finish`."""
+        self.bytes_sent += 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size
+        return dist.all_reduce(flat, group=self.groups[0], async_op=True)
+
+    def finish(self, work: Any, what: str) -> None:
+        """Wait for a collective while the peers live; Ctrl-C is seen within milliseconds.
+
+        Raises RuntimeError naming `what` and the peer or the connection that failed.
+        """
+        pause = 5e-5
+        try:
+            while not work.is_completed():
+                if self.heartbeat is not None:
+                    self.heartbeat.check()
+                time.sleep(pause)
+                pause = min(pause * 1.5, 2e-3)
+            work.wait()
+        except BaseException as error:
+            self.broken = True
+            if not isinstance(error, RuntimeError):
+                raise
+            reason = self.why() or f"the replica group of ranks {self.ranks}: {error}"
+            raise RuntimeError(f"{what}: {reason}") from error
+
+    def why(self) -> str | None:
+        """What the peers say about a failure that this rank has seen, if they say anything."""
+        return self.heartbeat.look() if self.heartbeat is not None else None
+
+    def close(self, *, clean: bool = True) -> None:
+        """Leave the groups. `clean` says that C++ has no operation open on them.
+
+        A Gloo group with an open operation would block until its peer is gone, at interpreter exit
+        too, so such a group is kept alive on purpose.
+        """
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
+        groups, self.groups = self.groups, []
+        for group in groups:
+            if self.broken or not clean:
+                keep_for_ever(group)
+            elif dist.is_initialized() and group in distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
+
+    def _gather(self, mine: Tensor, what: str) -> list[Tensor]:
+        if self.size == 1:
+            return [mine]
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        work = dist.all_gather(parts, mine, group=self.groups[1], async_op=True)
+        self.finish(work, what)
+        self.bytes_sent += (self.size - 1) * mine.numel() * mine.element_size()
+        return parts
+
+
+def keep_for_ever(thing: object) -> None:
+    """Take a reference that nothing gives back, so that `thing` is not destroyed at exit either."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _prefix(store: dist.Store, rank: int, ranks: list[int]) -> str:
+    """Store keys of this attach: of this group, this life of the job, this count of attaches."""
+    members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    place = f"edit_ext/{members}/{life}"
+    return f"{place}/{store.add(f'{place}/attaches/{rank}', 1)}"

@@ -1,0 +1,272 @@
+"""The engine behind a handle: decides, at each hook, what is begun and what is waited for."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from . import _C
+from .comm import ReplicaGroup, keep_for_ever
+from .config import EDiT
+from .layer import Plan
+from .schedule import Clock
+from .syncs import Syncs
+from .ticker import Ticker
+from .warmup import GradientAverager
+
+_live: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def live_engines() -> list[Engine]:
+    """The engines of this process that have not been closed."""
+    return [engine for engine in _live if not engine.closed]
+
+
+@atexit.register
+def _close_all() -> None:
+    """At interpreter exit nobody is waited for, whatever is open."""
+    for engine in live_engines():
+        engine.close()
+
+
+class Engine:
+    """State machine of one attached model; its hooks call it on the training thread."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        config: EDiT,
+        plan: Plan,
+        group: ReplicaGroup,
+        worker: _C.Worker,
+        comm: _C.Comm | None,
+    ) -> None:
+        self.model, self.config, self.plan = model, config, plan
+        self.group, self.worker, self.comm = group, worker, comm
+        self.ticker = Ticker(optimizers)
+        self.clock = Clock(config)
+        self.syncs = Syncs(model, self.clock, plan, group, worker, comm)
+        self.error: str | None = None
+        self.closed = False
+        self.paused = False
+        self.accumulating = 0  # depth of no_sync()
+        self.swapped = False  # inside anchor_weights()
+        self.forward_thread: int | None = None  # thread inside a training forward of the root
+        self.thread = threading.get_ident()  # thread that trains
+        self.process = os.getpid()
+        self._forward_since_tick = False
+        self._no_root_said = False
+        self.averager: GradientAverager | None = None
+        if config.warmup_steps and group.size > 1:
+            self.averager = GradientAverager(
+                list(self.syncs.trainable.items()), group, self.clock, self.failed
+            )
+        _live.add(self)
+
+    # What hooks call
+
+    def enter_root(self, module: nn.Module) -> None:
+        """Before the root's forward: only a training forward with gradients acts."""
+        if threading.get_ident() != self.thread:
+            return
+        self.forward_thread = None
+        if not (module.training and torch.is_grad_enabled()) or self._inert():
+            return
+        with self.watched():
+            if self.averager is not None:
+                self.averager.reset()
+            if self.clock.switch_pending:
+                self.syncs.switch()
+            if self.clock.armed and not self.syncs.active:
+                self.syncs.start(done=False)
+            self.forward_thread = self.thread
+            self._forward_since_tick = True
+            self.syncs.enter_forward()
+            if self.syncs.active:
+                self.syncs.enter_root()
+
+    def leave_root(self) -> None:
+        """After the root's forward, also when it raised."""
+        if self.forward_thread == threading.get_ident():
+            self.forward_thread = None
+
+    def visit(self, wanted: list[int]) -> None:
+        """Before the forward of a module that needs the layers `wanted`."""
+        if not (self.syncs.active or self.syncs.recording):
+            return
+        if self.forward_thread == threading.get_ident():
+            with self.watched():
+                self.syncs.visit(wanted)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: object | None) -> None:
+        """Before an optimizer's step: finish what the forward did not visit."""
+        self.forward_thread = None
+        if self.swapped:
+            raise RuntimeError("optimizer.step() inside anchor_weights(): leave the context first")
+        if self._foreign() or self.closed:
+            return
+        with self.watched():
+            self.syncs.finish()
+            if self.paused:
+                return
+            if self.averager is not None and closure is None:
+                self.averager.before_step()
+            if self.clock.switch_pending:
+                self.syncs.switch()
+            # With a closure the forward is still to come; another optimizer of the same logical
+            # step may follow the one that armed the sync.
+            again = closure is None and self.ticker.in_last_tick(optimizer)
+            if self.clock.armed and (self._forward_since_tick or again):
+                self._say_no_root()
+                self.syncs.start(done=False)
+                self.syncs.finish()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """After an optimizer's step: count it."""
+        if self._inert():
+            return
+        self.thread = threading.get_ident()
+        with self.watched():
+            self.syncs.finish()
+        if not self.ticker.stepped(optimizer):
+            return
+        self.clock.tick()
+        self.syncs.leave_step()
+        self._forward_since_tick = False
+        if self.averager is not None:
+            self.averager.after_step()
+            self.warmup_may_be_over()
+
+    # What the handle calls
+
+    def check(self) -> None:
+        """Raise RuntimeError if the handle is closed or has failed."""
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        if self.closed:
+            raise RuntimeError("this handle is closed: its model is no longer attached")
+
+    def flush(self) -> None:
+        """Sync until every replica has said that it is done; see `Handle.flush`."""
+        if self.swapped:
+            raise RuntimeError("flush() inside anchor_weights(): leave the context first")
+        if self.paused:
+            raise RuntimeError("flush() while paused: resume() first, or detach() without flush")
+        with self.watched():
+            again = self.syncs.active and self.syncs.said_done  # a flush that Ctrl-C broke off
+            self.syncs.finish()
+            if again and self.syncs.all_done():
+                return
+            if self.averager is not None:
+                self.averager.join()
+            if self.clock.warming_up:
+                return
+            if self.clock.switch_pending:
+                self.syncs.switch()
+            done = False
+            while not done:
+                self.syncs.start(done=True)
+                self.syncs.finish()
+                done = self.syncs.all_done()
+
+    def skip_averages(self) -> None:
+        """Tell the warm-up whether gradients are averaged now."""
+        if self.averager is not None:
+            self.averager.skip = self.paused or self.accumulating > 0
+
+    def warmup_may_be_over(self) -> None:
+        """Stop averaging gradients if the clock says so."""
+        if self.averager is not None and not self.clock.warming_up:
+            self.averager.close()
+            self.averager = None
+
+    def broken_off(self, error: BaseException) -> None:
+        """The training loop ended with an exception: the peers need not wait for this replica."""
+        self._stick(f"the training loop ended with {type(error).__name__}: {error}")
+
+    def failed(self, error: BaseException) -> None:
+        """Make an error stick to the handle and tell the peers.
+
+        Ctrl-C while a layer is waited for is no error: the wait can be taken up again.
+        """
+        if isinstance(error, Exception) or self.group.broken:
+            self._stick(str(error) or type(error).__name__)
+
+    def peer_failed(self, reason: str) -> None:
+        """The heartbeat has lost a peer: every wait in C++ ends with this reason."""
+        self.worker.fail(reason)
+        if self.comm is not None:
+            self.comm.abort(reason)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent: gradients, scalars, payload, checks."""
+        return self.group.bytes_sent + (self.comm.bytes_sent if self.comm is not None else 0)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Errors inside stick to the handle."""
+        self.check()
+        try:
+            yield
+        except BaseException as error:
+            reason = self.group.why() if type(error) is RuntimeError else None
+            if reason is None or reason in str(error):
+                self.failed(error)
+                raise
+            told = RuntimeError(f"{error} ({reason})")
+            self.failed(told)
+            raise told from error
+
+    def close(self) -> None:
+        """Leave the groups without waiting for anybody; an open exchange is broken off."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.averager is not None:
+            self.averager.close()
+        if self._foreign():
+            return
+        clean = self.error is None and not self.syncs.pipeline.in_flight
+        if not clean and self.comm is not None:
+            self.comm.abort(self.error or "the handle was closed")
+            keep_for_ever(self.comm)
+        clean = self.worker.close(1.0 if clean else 0.0) and clean
+        self.group.close(clean=clean)
+
+    def __del__(self) -> None:
+        if hasattr(self, "averager") and not self.closed:
+            self.close()
+
+    def _stick(self, reason: str) -> None:
+        if self.error is None:
+            self.error = reason
+            if self.group.heartbeat is not None:
+                self.group.heartbeat.say_failed(reason)
+
+    def _inert(self) -> bool:
+        """Whether hooks must do nothing now."""
+        return self.closed or self.paused or self.swapped or self._foreign()
+
+    def _foreign(self) -> bool:
+        """Whether this is a forked child, which must not touch the parent's groups."""
+        return os.getpid() != self.process
+
+    def _say_no_root(self) -> None:
+        if self._forward_since_tick or self._no_root_said:
+            return
+        self._no_root_said = True
+        warnings.warn(
+            "edit_ext: a sync was due but the model was trained without calling model(...) itself; "
+            "all its layers are synced before the optimizer's step instead, with nothing hidden.",
+            stacklevel=2,
+        )

@@ -1,0 +1,98 @@
+"""Handle.explain(): what is going to happen, as text for people."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from .schedule import sync_steps
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+SHOWN = 8  # steps listed before "..."
+
+
+def explain(engine: Engine, steps: int | None = None) -> str:
+    """Layers in order, syncs of the next `steps` steps (default: two windows), bytes, memory."""
+    config, clock, group = engine.config, engine.clock, engine.group
+    last = clock.step + (2 * config.sync_every if steps is None else steps)
+    due = sum(1 for _ in sync_steps(clock.step + 1, last, config))
+    shown = list(islice(sync_steps(clock.step + 1, last, config), SHOWN))
+    listed = ", ".join(map(str, shown)) + (", ..." if due > len(shown) else "")
+    lines = [
+        f"EDiT over {group.size} replica{'s' * (group.size > 1)}, this is replica {group.rank}; "
+        f"step {clock.step}, {clock.sync_index} syncs so far",
+        f"syncs: a window of {config.sync_every} steps; in steps {clock.step + 1} to {last}: {due}"
+        + (f", each in the forward that follows step {listed}" if shown else ""),
+    ]
+    if clock.warming_up:
+        lines.append(f"warm-up: gradients are averaged until step {config.warmup_steps}")
+    where = (
+        "before the root's forward, because " + engine.plan.whole
+        if engine.plan.whole
+        else ("each at its own forward")
+    )
+    ahead = f"{config.prefetch} in flight" if config.prefetch else "none ahead (blocking)"
+    lines.append(f"layers are waited for {where}; {ahead}; order: {_order_known(engine)}")
+    lines.extend(_layers(engine))
+    lines.extend(_bytes(engine, due, last))
+    lines.extend(_memory(engine))
+    return "\n".join(lines)
+
+
+def _order_known(engine: Engine) -> str:
+    if engine.clock.sync_index:
+        return "as in replica 0's first training forward"
+    return "by registration until replica 0's first training forward is known"
+
+
+def _layers(engine: Engine) -> list[str]:
+    """One line per layer in the order of the exchange."""
+    lines = [f"  {'layer':32} {'parameters':>12} {'tensors':>8}  dtype"]
+    for index in engine.syncs.pipeline.order:
+        layer = engine.syncs.layers[index]
+        count = sum(t.numel() for t in layer.params)
+        dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in layer.params}))
+        lines.append(f"  {layer.name:32} {count:12,} {len(layer.params):8}  {dtypes}")
+    return lines
+
+
+def _bytes(engine: Engine, due: int, last: int) -> list[str]:
+    """What one rank sends."""
+    group, config = engine.group, engine.config
+    if group.size == 1:
+        return ["transport: none, with one replica nothing is exchanged"]
+    share = 2 * (group.size - 1) / group.size
+    width = 2 if config.wire == "bf16" else 4
+    payload = sum(layer.size for layer in engine.syncs.layers) * width * share
+    warm = max(0, min(config.warmup_steps, last) - engine.clock.step)
+    gradients = sum(p.numel() for p in engine.syncs.trainable.values()) * 4 * share
+    return [
+        f"transport: Gloo over ranks {group.ranks}, wire {config.wire}; "
+        f"a peer silent for {config.timeout:g} s is given up",
+        f"each rank sends {_size(payload)} of payload per sync, {_size(payload * due)} in the "
+        f"{due} syncs above"
+        + (f"; {_size(gradients)} per warm-up step, {warm} to come" * bool(warm)),
+    ]
+
+
+def _memory(engine: Engine) -> list[str]:
+    """Bytes that attach added on this rank, by kind."""
+    anchors = sum(layer.anchor.numel() * 4 for layer in engine.syncs.layers)
+    momenta = sum(
+        m.numel() * 4 for m in (layer.momentum for layer in engine.syncs.layers) if m is not None
+    )
+    detectors = sum(layer.detector.numel() * 8 for layer in engine.syncs.layers)
+    return [
+        f"memory: anchors {_size(anchors)}, outer momentum {_size(momenta)}, detectors "
+        f"{_size(detectors)}, buffers of layers in flight {_size(engine.syncs.pool.bytes)} so far"
+    ]
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")

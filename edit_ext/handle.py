@@ -1,0 +1,198 @@
+"""The handle that attach() returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .engine import Engine
+from .explain import explain
+from .state import load_state_dict, state_dict
+
+
+class Handle:
+    """Control over one attached model: a context manager that flushes when it is left in peace.
+
+    After an error of a sync every method but `detach` and `metrics` raises that error again.
+    """
+
+    def __init__(self, engine: Engine, removers: Sequence[Any]) -> None:
+        self._engine = engine
+        self._removers = list(removers)
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Flush and detach; after an exception tell the peers and detach at once."""
+        try:
+            if error is None:
+                self.flush()
+            else:
+                self._engine.broken_off(error)
+        finally:
+            self.detach()
+
+    @property
+    def step(self) -> int:
+        """Completed optimizer steps of this replica, warm-up included."""
+        return self._engine.clock.step
+
+    @property
+    def sync_index(self) -> int:
+        """Syncs begun since the start of the training; the first has index 1."""
+        return self._engine.clock.sync_index
+
+    @property
+    def data_rank(self) -> int:
+        """This replica's index: which part of the data it should read."""
+        return self._engine.group.rank
+
+    @property
+    def data_world(self) -> int:
+        """Number of replicas R: into how many parts the data should be split."""
+        return self._engine.group.size
+
+    @property
+    def outer_lr(self) -> float:
+        """Learning rate of the outer step; set it to the same value on every replica."""
+        return self._engine.syncs.outer_lr
+
+    @outer_lr.setter
+    def outer_lr(self, value: float) -> None:
+        self._engine.check()
+        type(self._engine.config)(outer_lr=value)  # raises in a sentence if it cannot work
+        self._engine.syncs.outer_lr = float(value)
+
+    def flush(self) -> None:
+        """Sync until every replica has flushed: no step of the last window is lost.
+
+        Collective. Replicas may come with different numbers of steps; one that has none left takes
+        part with weight zero. Afterwards all replicas hold the agreed weights, and may train on.
+        """
+        self._engine.flush()
+
+    def detach(self) -> None:
+        """Remove all hooks and leave the groups, without waiting for anybody; may be called twice.
+
+        The model keeps its present weights. An exchange in flight is broken off.
+        """
+        for remover in self._removers:
+            remover.remove()
+        self._removers = []
+        self._engine.close()
+
+    def pause(self) -> None:
+        """Stop counting steps, averaging gradients and starting syncs, on this replica.
+
+        What the weights gain meanwhile is part of the window that goes on after `resume`.
+        """
+        self._engine.check()
+        self._engine.paused = True
+        self._engine.skip_averages()
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        self._engine.check()
+        self._engine.paused = False
+        self._engine.skip_averages()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate: the warm-up does not average their gradients.
+
+        The next backward outside averages what has been accumulated; if there is none before the
+        optimizer's step, the step does.
+        """
+        self._engine.check()
+        self._engine.accumulating += 1
+        self._engine.skip_averages()
+        try:
+            yield
+        finally:
+            self._engine.accumulating -= 1
+            self._engine.skip_averages()
+
+    @contextmanager
+    def anchor_weights(self) -> Iterator[None]:
+        """The model holds the last agreed weights inside, and its own, bit for bit, afterwards.
+
+        Not collective: one rank may evaluate or export alone. During the warm-up the weights are
+        the agreed ones already. Raises RuntimeError while a sync is in progress, that is between a
+        forward and the optimizer's step.
+        """
+        self._engine.check()
+        if self._engine.syncs.active:
+            raise RuntimeError(
+                "anchor_weights() while a sync is in progress; call it after optimizer.step()"
+            )
+        if self._engine.swapped:
+            raise RuntimeError("anchor_weights() inside anchor_weights()")
+        if not self._engine.clock.anchored:
+            yield
+            return
+        params = list(self._engine.syncs.trainable.values())
+        own = [param.detach().clone() for param in params]
+        self._engine.swapped = True
+        try:
+            for layer in self._engine.syncs.anchored_layers():
+                layer.restore()
+            yield
+        finally:
+            with torch.no_grad():
+                for param, value in zip(params, own, strict=True):
+                    param.detach().copy_(value)
+            self._engine.swapped = False
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One record per layer per sync since the last call, oldest first; at most 65,536 are kept.
+
+        Keys: step, sync_index, layer; norms, weights, flags, idle, steps (one per replica);
+        merged_norm, clip, skip; exchange_seconds, exposed_seconds, begin_seconds,
+        write_back_seconds; bytes_sent. All norms, weights and flags are equal on all ranks.
+        """
+        return self._engine.syncs.metrics.drain()
+
+    def totals(self) -> dict[str, float]:
+        """Sums since attach: syncs, steps, bytes_sent (warm-up gradients, scalars and payload),
+        sync_seconds, exposed_sync_seconds (what the training thread spent), records_dropped."""
+        engine, totals = self._engine, self._engine.syncs.metrics.totals
+        return {
+            "syncs": totals.syncs,
+            "steps": engine.clock.step,
+            "bytes_sent": engine.bytes_sent,
+            "sync_seconds": totals.sync_seconds,
+            "exposed_sync_seconds": totals.exposed_sync_seconds,
+            "records_dropped": totals.records_dropped,
+        }
+
+    def explain(self, steps: int | None = None) -> str:
+        """What is going to happen: layers, order, the syncs of the next `steps` optimizer steps,
+        bytes per rank, memory and transport. Not collective."""
+        self._engine.check()
+        return explain(self._engine, steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This replica's state as plain tensors, numbers and strings; save one per replica.
+
+        Not collective and without side effects. Raises RuntimeError while a sync is in progress.
+        """
+        self._engine.check()
+        return state_dict(self._engine)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was saved: attach first, then load model, optimizer and this.
+
+        Raises ValueError for a state of another number of replicas, another replica or model.
+        """
+        self._engine.check()
+        load_state_dict(self._engine, state)

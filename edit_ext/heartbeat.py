@@ -1,0 +1,189 @@
+"""Tells a peer that is slow from one that is gone: a counter per rank in the c10d store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+ALIVE, LEFT, FAILED = "alive", "left", "failed"
+
+
+class Heartbeat:
+    """A daemon thread that counts up this rank's key and watches those of its peers.
+
+    A peer whose counter stands still for `timeout` seconds is silent; one that says that it failed,
+    or left before a sync that this rank waits for, is reported at once. The first failure stays in
+    `failure` and is handed to `on_failure` once.
+
+    store: any c10d store; the thread works on a clone, that is on a connection of its own.
+    ranks: global ranks of the group's members; rank: this rank's index among them.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        prefix: str,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: float,
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self.failure: str | None = None
+        self._rank = rank
+        self._ranks = list(ranks)
+        self._timeout = timeout
+        self._on_failure = on_failure
+        self._keys = [f"{prefix}/beat/{index}" for index in range(len(ranks))]
+        self._period = min(max(timeout / 8, 0.05), 5.0)
+        self._store = _own_connection(store, timeout)
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._count = 0
+        self._said = (ALIVE, "")
+        self._reached = 0
+        self._waiting_for = 0
+        self._left: dict[int, int] = {}
+        self._thread: threading.Thread | None = None
+
+    def arrive(self) -> None:
+        """Say that this rank is here and wait for its peers, at most `timeout` seconds.
+
+        Raises RuntimeError naming the ranks that did not come.
+        """
+        self._beat()
+        deadline = time.monotonic() + self._timeout
+        missing = [index for index in range(len(self._keys)) if index != self._rank]
+        while missing:
+            missing = [index for index in missing if not self._store.check([self._keys[index]])]
+            if missing and time.monotonic() > deadline:
+                names = ", ".join(self._name(index) for index in missing)
+                raise RuntimeError(
+                    f"attach on rank {self._ranks[self._rank]} waited {self._timeout:g} s in vain "
+                    f"for {names}: every rank of the group must call attach."
+                )
+            if missing:
+                time.sleep(0.01)
+
+    def start(self) -> None:
+        """Start the thread; all peers have arrived."""
+        self._thread = threading.Thread(target=self._run, name="edit_ext heartbeat", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise RuntimeError when a peer has failed, left or gone silent."""
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
+
+    def look(self) -> str | None:
+        """Read the peers' keys now; the failure that they tell, if they do."""
+        if self.failure is None:
+            try:
+                values = self._store.multi_get(self._keys)
+            except Exception:  # the store may be gone with its host
+                return None
+            for index, value in enumerate(values):
+                _, state, detail = value.decode().split("|", 2)
+                if index != self._rank and state == FAILED:
+                    return f"{self._name(index)} failed: {detail}"
+                if index != self._rank and state == LEFT:
+                    return f"{self._name(index)} left after sync {detail}"
+        return self.failure
+
+    def waiting_for(self, sync_index: int) -> None:
+        """This rank takes part in sync `sync_index`: a peer that left before it is a failure."""
+        self._waiting_for = sync_index
+        for index, reached in list(self._left.items()):
+            self._judge_left(index, reached)
+
+    def reached(self, sync_index: int) -> None:
+        """This rank has completed sync `sync_index`."""
+        self._reached = sync_index
+
+    def say_failed(self, reason: str) -> None:
+        """Tell the peers, once, that this rank has failed, so that they need not wait."""
+        if self._said[0] == ALIVE:
+            self._said = (FAILED, reason)
+            self._try_to_beat()
+
+    def stop(self) -> None:
+        """Tell the peers that this rank leaves, and end the thread."""
+        if self._said[0] == ALIVE:
+            self._said = (LEFT, str(self._reached))
+            self._try_to_beat()
+        self._stop.set()
+
+    def _run(self) -> None:
+        """Beat and watch until stopped."""
+        peers = [index for index in range(len(self._keys)) if index != self._rank]
+        now = time.monotonic()
+        seen: dict[int, tuple[str, float]] = dict.fromkeys(peers, ("", now))
+        store_seen = now
+        while not self._stop.wait(self._period):
+            try:
+                self._beat()
+                values = self._store.multi_get([self._keys[index] for index in peers])
+            except Exception as error:  # any store raises its own kind
+                silent = time.monotonic() - store_seen
+                if silent > self._timeout:
+                    self._fail(f"the c10d store has not answered for {silent:.1f} s ({error})")
+                continue
+            now = store_seen = time.monotonic()
+            for index, value in zip(peers, values, strict=True):
+                text = value.decode()
+                if text != seen[index][0]:
+                    seen[index] = (text, now)
+                self._judge(index, text, now - seen[index][1])
+
+    def _judge(self, index: int, text: str, silent: float) -> None:
+        _, state, detail = text.split("|", 2)
+        if state == LEFT:
+            self._left[index] = int(detail)
+            self._judge_left(index, int(detail))
+        elif state == FAILED:
+            self._fail(f"{self._name(index)} failed: {detail}")
+        elif silent > self._timeout:
+            self._fail(f"{self._name(index)} silent for {silent:.1f} s")
+
+    def _judge_left(self, index: int, reached: int) -> None:
+        if reached < self._waiting_for:
+            self._fail(
+                f"{self._name(index)} left after sync {reached}, "
+                f"but this rank is in sync {self._waiting_for}"
+            )
+
+    def _fail(self, reason: str) -> None:
+        with self._lock:
+            if self.failure is not None or self._stop.is_set():
+                return
+            self.failure = reason
+        self._on_failure(reason)
+
+    def _beat(self) -> None:
+        with self._lock:
+            self._count += 1
+            state, detail = self._said
+            self._store.set(self._keys[self._rank], f"{self._count}|{state}|{detail}")
+
+    def _try_to_beat(self) -> None:
+        try:
+            self._beat()
+        except Exception:  # the store may be gone already; the peers notice the silence
+            return
+
+    def _name(self, index: int) -> str:
+        return f"replica {index} (rank {self._ranks[index]})"
+
+
+def _own_connection(store: dist.Store, timeout: float) -> dist.Store:
+    """A clone of the store whose calls end within `timeout` seconds; the store if it has none."""
+    try:
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in the stubs
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return store
+    if own is not store:  # an in-process store clones to itself; its timeout is not ours to set
+        own.set_timeout(timedelta(seconds=max(timeout, 1.0)))
+    return own

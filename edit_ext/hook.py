@@ -1,0 +1,236 @@
+"""attach(): turns an ordinary training loop into EDiT by hooks on the model and its optimizers."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import _C
+from .checks import check_average_buffers, check_model, check_optimizers
+from .comm import ReplicaGroup
+from .config import EDiT
+from .engine import Engine, live_engines
+from .handle import Handle
+from .layer import Plan, find_layers
+from .start import agree
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    config: EDiT,
+    *,
+    group: dist.ProcessGroup | None = None,
+    layers: Sequence[str | nn.Module] | None = None,
+    start: str = "check",
+    comm_wrapper: Callable[[_C.Comm], _C.Comm] | None = None,
+) -> Handle:
+    """Train `model` by EDiT (arXiv 2412.07210): local steps, a sync inside every `sync_every`-th
+    forward. The loop itself stays as it is.
+
+    Collective: every rank of `group` calls it with a model of the same structure. Hooks count
+    `optimizer.step()` and act in training-mode forwards of `model` with gradients enabled.
+
+    model: parameters on the CPU in float32, bfloat16 or float16; frozen ones are left alone.
+    optimizer: one, or a list of those that step parts of the model.
+    group: ranks that hold one replica each; None: all ranks, or this process alone when
+        torch.distributed is not initialised.
+    layers: modules, or their names, to be synced as one layer each; None: the children of the
+        outermost ModuleLists, else the direct children. What is left over is split by direct child.
+    start: "check": replicas must have equal values; "broadcast": all take replica 0's.
+    comm_wrapper: gets the communicator and returns the one to use; for tests and measurements.
+
+    Raises TypeError or ValueError, naming the parameter, module, field or replica, on every rank,
+    for what cannot work or differs between replicas; RuntimeError when a peer does not come.
+    """
+    engine: Engine | None = None
+
+    def on_failure(reason: str) -> None:
+        if engine is not None:
+            engine.peer_failed(reason)
+
+    # Also with bad arguments this rank meets its peers, so that they hear of it and need not wait.
+    problem: Exception | None = None
+    timeout = config.timeout if isinstance(config, EDiT) else EDiT().timeout
+    replicas = ReplicaGroup(group, timeout, on_failure)
+    try:
+        optimizers: list[torch.optim.Optimizer] = []
+        plan: Plan | None = None
+        try:
+            optimizers, plan = _prepare(model, optimizer, config, layers, start)
+        except Exception as error:
+            problem = error
+        agree(replicas, model, plan, config, start, problem)
+        assert plan is not None  # agree() has raised the problem
+        worker = _C.Worker()
+        comm = replicas.comm(comm_wrapper)
+        engine = Engine(model, optimizers, config, plan, replicas, worker, comm)
+    except BaseException as error:
+        if replicas.heartbeat is not None and problem is None:
+            replicas.heartbeat.say_failed(f"attach: {error}")
+        replicas.close()
+        raise
+    if replicas.heartbeat is not None and replicas.heartbeat.failure is not None:
+        engine.peer_failed(replicas.heartbeat.failure)
+    return Handle(engine, _register(engine, optimizers))
+
+
+def _prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    config: EDiT,
+    layers: Sequence[str | nn.Module] | None,
+    start: str,
+) -> tuple[list[torch.optim.Optimizer], Plan]:
+    """What can be checked without the peers."""
+    if not isinstance(config, EDiT):
+        raise TypeError(f"config must be an edit_ext.EDiT, not {type(config).__name__}")
+    if start not in ("check", "broadcast"):
+        raise ValueError(f"start must be 'check' or 'broadcast', but is {start!r}")
+    check_model(model, warmup=config.warmup_steps > 0)
+    if config.average_buffers:
+        check_average_buffers(model)
+    owned = {id(p): name for e in live_engines() for name, p in e.syncs.trainable.items()}
+    for name, param in model.named_parameters():
+        if id(param) in owned:
+            raise ValueError(
+                f"parameter {name!r} is attached already, by an earlier attach(); detach() its "
+                "handle first"
+            )
+    return check_optimizers(model, optimizer), find_layers(model, layers, config.granularity)
+
+
+def _register(engine: Engine, optimizers: list[torch.optim.Optimizer]) -> list[Any]:
+    """All hooks, ours before those of anybody else; what removes them."""
+    _hide_from_dynamo()
+    root = engine.model
+    removers: list[Any] = []
+    if getattr(root, "_compiled_call_impl", None) is not None:
+        removers.append(_CompiledCall(root, engine))
+    else:
+        before, after = _EnterRoot(engine, root), _LeaveRoot(engine, root)
+        removers.append(root.register_forward_pre_hook(before, prepend=True))
+        removers.append(root.register_forward_hook(after, always_call=True))
+    for gate in engine.plan.gates:
+        hook = _Visit(engine, gate.module, gate.layers)
+        if getattr(gate.module, "_compiled_call_impl", None) is not None:
+            removers.append(_CompiledCall(gate.module, engine, hook))
+        else:
+            removers.append(gate.module.register_forward_pre_hook(hook, prepend=True))
+    for optimizer in optimizers:
+        step = _StepHooks(engine)
+        removers.append(optimizer.register_step_pre_hook(step.before))
+        removers.append(optimizer.register_step_post_hook(step.after))
+    return removers
+
+
+class _ModuleHook:
+    """A hook that does nothing in copies of its module and keeps nothing alive.
+
+    A deep copy or a pickle of the module holds an inert one.
+    """
+
+    def __init__(self, engine: Engine | None = None, module: nn.Module | None = None) -> None:
+        self._engine = weakref.ref(engine) if engine is not None else None
+        self._module = weakref.ref(module) if module is not None else None
+
+    def engine(self, module: nn.Module) -> Engine | None:
+        """The engine, if it lives and `module` is the one that was attached."""
+        if self._engine is None or self._module is None or self._module() is not module:
+            return None
+        return self._engine()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ModuleHook:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type[_ModuleHook], tuple[()]]:
+        return type(self), ()
+
+
+class _EnterRoot(_ModuleHook):
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        engine = self.engine(module)
+        if engine is not None:
+            engine.enter_root(module)
+
+
+class _LeaveRoot(_ModuleHook):
+    def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
+        engine = self.engine(module)
+        if engine is not None:
+            engine.leave_root()
+
+
+class _Visit(_ModuleHook):
+    def __init__(
+        self,
+        engine: Engine | None = None,
+        module: nn.Module | None = None,
+        layers: Sequence[int] = (),
+    ) -> None:
+        super().__init__(engine, module)
+        self._layers = list(layers)
+
+    def __call__(self, module: nn.Module, args: Any = None) -> None:
+        engine = self.engine(module)
+        if engine is not None and engine.forward_thread is not None:
+            engine.visit(self._layers)
+
+
+class _CompiledCall:
+    """Stands before a module compiled in place, whose hooks torch.compile would trace or skip."""
+
+    def __init__(self, module: nn.Module, engine: Engine, visit: _Visit | None = None) -> None:
+        self._module, self._engine = weakref.ref(module), weakref.ref(engine)
+        self._visit = visit
+        self._compiled: Any = module._compiled_call_impl
+        module._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        engine, module = self._engine(), self._module()
+        if engine is None or module is None:
+            return self._compiled(*args, **kwargs)
+        if self._visit is not None:
+            self._visit(module)
+            return self._compiled(*args, **kwargs)
+        engine.enter_root(module)
+        try:
+            return self._compiled(*args, **kwargs)
+        finally:
+            engine.leave_root()
+
+    def remove(self) -> None:
+        """Put the compiled call back."""
+        module = self._module()
+        if module is not None and module._compiled_call_impl is self:
+            module._compiled_call_impl = self._compiled
+
+
+class _StepHooks:
+    """An optimizer's hooks. They keep the engine alive, so that attach() needs no variable."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self._engine.before_step(optimizer, closure)
+
+    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._engine.after_step(optimizer)
+
+
+@functools.cache
+def _hide_from_dynamo() -> None:
+    """torch.compile of a model that is attached already must call hooks, not trace them.
+
+    Not at import, because it loads torch._dynamo; making an optimizer has loaded that anyway.
+    """
+    for hook in (_EnterRoot, _LeaveRoot, _Visit):
+        setattr(hook, "__call__", torch.compiler.disable(hook.__call__))  # noqa: B010

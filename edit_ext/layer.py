@@ -1,0 +1,194 @@
+"""Which parameters form a layer, and which modules wait for it, in a plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+ROOT = "(root)"
+
+
+@dataclass
+class Unit:
+    """A layer before it has memory: its name and its trainable parameters in registration order."""
+
+    name: str
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+@dataclass
+class Gate:
+    """A module whose forward waits for layers; `layers` are indexes into `Plan.units`."""
+
+    module: nn.Module
+    layers: list[int]
+
+
+@dataclass
+class Plan:
+    """The layers of a model by registration, and the modules that wait for them."""
+
+    units: list[Unit]
+    gates: list[Gate]
+    """Modules inside the root, each with the layers that it waits for."""
+    root: list[int]
+    """Layers that the root itself waits for: its own parameters."""
+    whole: str | None
+    """Why all layers are waited for before the root's forward; None when they are not."""
+
+
+def clean(name: str) -> str:
+    """A module's or parameter's name without what torch.compile's wrapper adds to it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile would trace hooks below this module, or TorchScript skip them."""
+    kind = type(module)
+    return (
+        kind.__module__ == "torch._dynamo.eval_frame"
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or any(base.__module__.startswith("torch.jit") for base in kind.__mro__)
+    )
+
+
+def find_layers(
+    model: nn.Module,
+    layers: Sequence[str | nn.Module] | None = None,
+    granularity: str = "layer",
+) -> Plan:
+    """Split the trainable parameters of `model` into layers.
+
+    A layer is what `layers` names (modules or their names); else each child of the outermost
+    `nn.ModuleList`s; else each direct child. What is left over is split by direct child of the
+    root. A parameter that several layers share belongs to the first of them.
+
+    Raises ValueError for an unknown or overlapping name, TypeError for anything else in `layers`.
+    """
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        modules.setdefault(clean(name), module)  # torch.compile's wrapper, not what it wraps
+    names = _chosen(model, modules, layers)
+    units = _units(model, modules, names)
+    owner = {id(p): index for index, unit in enumerate(units) for p in unit.params.values()}
+    uncovered = [
+        clean(name)
+        for name, p in model.named_parameters()
+        if p.requires_grad and id(p) not in owner
+    ]
+    if uncovered:
+        raise ValueError(f"no layer covers the parameter {uncovered[0]!r}")
+    waits = _waits(model, modules, names, owner)
+    root = sorted(waits.pop("", set()))
+    whole = None
+    if granularity == "model":
+        whole = "granularity is 'model'"
+    elif is_compiled(model):
+        whole = "the root is compiled as a whole"
+    gates = [] if whole else [Gate(modules[n], sorted(waits[n])) for n in modules if n in waits]
+    return Plan(units, gates, root, whole)
+
+
+def _chosen(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    layers: Sequence[str | nn.Module] | None,
+) -> list[str]:
+    """Names of the modules that are layers, before the leftovers."""
+    if layers is not None:
+        chosen = [_resolve(item, modules) for item in layers]
+        for name in chosen:
+            inside = [other for other in chosen if other != name and _within(name, other)]
+            if inside or chosen.count(name) > 1:
+                other = inside[0] if inside else name
+                raise ValueError(f"layers= names {other!r} and {name!r}, which overlap")
+        return chosen
+    lists: list[str] = []
+    for name, module in modules.items():
+        if isinstance(module, nn.ModuleList) and not any(_within(name, other) for other in lists):
+            lists.append(name)
+    if lists:
+        children = [(name, key) for name in lists for key, _ in modules[name].named_children()]
+        return [f"{name}.{key}" if name else key for name, key in children]
+    return [key for key, child in model.named_children() if key != "_orig_mod"] or [
+        key for child in model.children() for key, _ in child.named_children()
+    ]
+
+
+def _resolve(item: str | nn.Module, modules: dict[str, nn.Module]) -> str:
+    if isinstance(item, str):
+        if clean(item) not in modules or not item:
+            some = ", ".join(repr(name) for name in list(modules)[1:6])
+            raise ValueError(f"layers= names {item!r}, which the model lacks; it has {some}, ...")
+        return clean(item)
+    if isinstance(item, nn.Module):
+        for name, module in modules.items():
+            if module is item and name:
+                return name
+        raise ValueError(f"layers= holds a {type(item).__name__} that is not inside the model")
+    raise TypeError(f"layers= takes module names or modules, not {type(item).__name__}")
+
+
+def _units(model: nn.Module, modules: dict[str, nn.Module], names: list[str]) -> list[Unit]:
+    owned: set[int] = set()
+    units: dict[str, Unit] = {}
+
+    def give(unit: str, params: Iterable[tuple[str, nn.Parameter]]) -> None:
+        for name, param in params:
+            if param.requires_grad and id(param) not in owned:
+                owned.add(id(param))
+                units.setdefault(unit, Unit(unit)).params[clean(name)] = param
+
+    for name in names:
+        give(name, modules[name].named_parameters(prefix=name))
+    for name, param in model.named_parameters():
+        child, dot, _ = clean(name).partition(".")
+        give(child if dot else ROOT, [(name, param)])
+    # Registration order, because layers that the first forward does not visit follow by it.
+    place = {id(p): index for index, p in enumerate(model.parameters())}
+    return sorted(units.values(), key=lambda u: min(place[id(p)] for p in u.params.values()))
+
+
+def _waits(
+    model: nn.Module, modules: dict[str, nn.Module], names: list[str], owner: dict[int, int]
+) -> dict[str, set[int]]:
+    """Module name -> layers that its forward waits for."""
+    waits: dict[str, set[int]] = {}
+
+    def add(name: str, params: Iterable[nn.Parameter]) -> None:
+        found = {owner[id(p)] for p in params if id(p) in owner}
+        if found:
+            waits.setdefault(_gate_name(name, modules), set()).update(found)
+
+    for name, module in model.named_modules():
+        add(clean(name), module.parameters(recurse=False))
+    # A layer's own forward may use a parameter of a child that it never calls.
+    containers = {n.partition(".")[0] for n in names}
+    pure = [n for n in modules if n and "." not in n and n not in containers]
+    for name in [*names, *pure]:
+        if _callable(modules[name]):
+            add(name, modules[name].parameters())
+    return waits
+
+
+def _gate_name(name: str, modules: dict[str, nn.Module]) -> str:
+    """The module that waits for `name`'s parameters: itself, or the nearest ancestor that runs."""
+    parts = name.split(".") if name else []
+    for length in range(1, len(parts) + 1):
+        ancestor = ".".join(parts[:length])
+        if is_compiled(modules[ancestor]):
+            return ancestor
+    while name and not _callable(modules[name]):
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _callable(module: nn.Module) -> bool:
+    """Whether the module has a forward; ModuleList, ParameterList and their like have none."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def _within(name: str, ancestor: str) -> bool:
+    return ancestor == "" or name == ancestor or name.startswith(ancestor + ".")

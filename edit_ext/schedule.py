@@ -1,0 +1,62 @@
+"""The clock: which optimizer step ends a window, and what the next training forward has to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .config import EDiT
+
+
+def is_due(step: int, config: EDiT) -> bool:
+    """Whether a sync is armed when `step` optimizer steps are complete (Algorithm 1)."""
+    local = step - config.warmup_steps
+    return local > 0 and local % config.sync_every == 0
+
+
+def sync_steps(first: int, last: int, config: EDiT) -> Iterator[int]:
+    """The steps in [first, last] after which a sync is armed, in order."""
+    return (step for step in range(max(first, 1), last + 1) if is_due(step, config))
+
+
+@dataclass
+class Clock:
+    """Counts completed optimizer steps of this replica and the syncs that all replicas share."""
+
+    config: EDiT
+    step: int = 0
+    """Completed optimizer steps, warm-up included."""
+    sync_index: int = 0
+    """Syncs begun; equal on all replicas, since every replica takes part in every sync."""
+    window_steps: int = 0
+    """Local steps of this replica since the last sync."""
+    anchored: bool = False
+    """Whether the anchors have been captured: the switch from warm-up to local steps is done."""
+    armed: bool = False
+    """Whether the next training forward starts a sync."""
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether gradients are still averaged over the replicas at every step."""
+        return self.step < self.config.warmup_steps
+
+    @property
+    def switch_pending(self) -> bool:
+        """Whether the anchors are due: the warm-up is over and they have not been captured."""
+        return not self.anchored and not self.warming_up
+
+    def tick(self) -> None:
+        """One optimizer step is complete. Nothing is read yet: a sync that is due is only armed."""
+        if not self.warming_up:
+            self.window_steps += 1
+        self.step += 1
+        if is_due(self.step, self.config):
+            self.armed = True
+
+    def begin_sync(self) -> tuple[int, int]:
+        """Start the next sync; returns its index (from 1) and the steps in the window it closes."""
+        steps = self.window_steps
+        self.sync_index += 1
+        self.window_steps = 0
+        self.armed = False
+        return self.sync_index, steps

@@ -1,0 +1,138 @@
+"""Do all replicas start with the same model, layers, settings and values? Else all raise."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import _C
+from .checks import persistent_buffers
+from .comm import ReplicaGroup
+from .config import EDiT
+from .layer import Plan, clean
+
+Rows = list[list[Any]]  # [label, what is said about it], in a fixed order
+
+
+def agree(
+    group: ReplicaGroup,
+    model: nn.Module,
+    plan: Plan | None,
+    config: EDiT,
+    start: str,
+    problem: Exception | None,
+) -> None:
+    """Compare all replicas, in fixed-size digests first, and raise the same error on every rank.
+
+    problem: what this rank found wrong on its own; it is raised here after the peers have heard.
+    start: "check" raises ValueError naming the first value that differs; "broadcast" copies replica
+    0's parameters and persistent buffers to all.
+    """
+    if problem is not None or plan is None:
+        group.gather([1, 0, 0, 0], "start check")
+        text = f"{type(problem).__name__}: {problem}"
+        group.gather_text(text, "start check")
+        raise problem or RuntimeError("the model has no layers")
+    sections: dict[str, Callable[[], Rows]] = {
+        "model": lambda: _structure(model),
+        "settings": lambda: [
+            *([name, value] for name, value in config.as_dict().items()),
+            ["start", start],
+        ],
+        "layers": lambda: [[unit.name, list(unit.params)] for unit in plan.units],
+    }
+    digests = [_digest(rows()) for rows in sections.values()]
+    gathered = group.gather([0, *digests], "start check")
+    if any(row[0] for row in gathered):
+        texts = group.gather_text("", "start check")
+        first = next(replica for replica, row in enumerate(gathered) if row[0])
+        raise RuntimeError(f"attach was refused on {group.name(first)}: {texts[first]}")
+    for column, (title, rows) in enumerate(sections.items(), 1):
+        if len({row[column] for row in gathered}) > 1:
+            _raise_difference(group, title, rows())
+    _agree_on_values(group, model, start)
+
+
+def _agree_on_values(group: ReplicaGroup, model: nn.Module, start: str) -> None:
+    if group.size == 1:
+        return
+    values = _values(model)
+    if len({row[0] for row in group.gather([_digest(values)], "start check")}) == 1:
+        return
+    if start == "check":
+        _raise_difference(group, "values", values)
+    for name, tensor in _tensors(model).items():
+        broadcast_into(group, tensor, f"start, broadcast of {name!r}")
+
+
+@torch.no_grad()
+def broadcast_into(group: ReplicaGroup, tensor: Tensor, what: str, source: int = 0) -> None:
+    """Overwrite a tensor of any strides with replica `source`'s values, in place."""
+    dense = tensor.detach().clone(memory_format=torch.contiguous_format)
+    group.broadcast(dense, what, source)
+    if group.rank != source:
+        tensor.detach().copy_(dense)
+
+
+def values_digest(params: list[nn.Parameter]) -> int:
+    """One signed 64-bit number that depends on every byte of the parameters."""
+    return _digest([[_C.checksum(p)] for p in params])
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    named = {clean(name): param for name, param in model.named_parameters()}
+    return {**named, **persistent_buffers(model)}
+
+
+def _structure(model: nn.Module) -> Rows:
+    params = {clean(name): p for name, p in model.named_parameters()}
+    rows: Rows = [
+        [name, f"{p.dtype} {list(p.shape)} strides {list(p.stride())}", p.requires_grad]
+        for name, p in params.items()
+    ]
+    rows += [
+        [name, f"buffer {b.dtype} {list(b.shape)}"] for name, b in persistent_buffers(model).items()
+    ]
+    return rows
+
+
+def _values(model: nn.Module) -> Rows:
+    return [
+        [name, f"a value with checksum {_C.checksum(t):016x}"]
+        for name, t in _tensors(model).items()
+    ]
+
+
+def _digest(rows: Rows) -> int:
+    raw = hashlib.sha256(json.dumps(rows).encode()).digest()[:8]
+    return int.from_bytes(raw, "little", signed=True)
+
+
+def _raise_difference(group: ReplicaGroup, title: str, rows: Rows) -> None:
+    """Raise the same ValueError on every rank: the first row that two replicas do not share."""
+    tables = [json.loads(text) for text in group.gather_text(json.dumps(rows), "start check")]
+    other = next(replica for replica, table in enumerate(tables) if table != tables[0])
+    for left, right in zip_longest(tables[0], tables[other]):
+        if left != right:
+            break
+    names = [row[0] if row else None for row in (left, right)]
+    where = f"{names[0]!r}" if names[0] == names[1] else f"{names[0]!r} against {names[1]!r}"
+    hint = ""
+    if title == "values":
+        hint = "; give every replica the same seed, or pass start='broadcast'"
+    raise ValueError(
+        f"replicas differ in their {title}: {where}: {group.name(0)} has {_say(left)}, "
+        f"{group.name(other)} has {_say(right)}{hint}"
+    )
+
+
+def _say(row: list[Any] | None) -> str:
+    if row is None:
+        return "nothing more"
+    return ", ".join(str(item) for item in row[1:])

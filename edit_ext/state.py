@@ -1,0 +1,120 @@
+"""The handle's state on disk: plain tensors, numbers, strings, lists and dicts."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from .engine import Engine
+
+FORMAT = 1
+
+
+def state_dict(engine: Engine) -> dict[str, Any]:
+    """Copies of everything that a run needs to go on exactly; see `Handle.state_dict`."""
+    _refuse_open_sync(engine, "state_dict()")
+    clock = engine.clock
+    anchors: dict[str, torch.Tensor] = {}
+    layers: dict[str, dict[str, Any]] = {}
+    for layer, unit in zip(engine.syncs.anchored_layers(), engine.plan.units, strict=True):
+        anchors.update(zip(unit.params, layer.anchor_like(), strict=True))
+        momentum = layer.momentum
+        layers[unit.name] = {
+            "params": list(unit.params),
+            "momentum_piece": None if momentum is None else momentum.clone(),
+            "detector": layer.detector.clone(),
+        }
+    return {
+        "format": FORMAT,
+        "method": "EDiT",
+        "config": engine.config.as_dict(),
+        "outer_lr": engine.syncs.outer_lr,
+        "replica": engine.group.rank,
+        "replicas": engine.group.size,
+        "step": clock.step,
+        "sync_index": clock.sync_index,
+        "window_steps": clock.window_steps,
+        "anchored": clock.anchored,
+        "armed": clock.armed,
+        "order": [engine.plan.units[i].name for i in engine.syncs.order()]
+        if clock.sync_index
+        else [],
+        "anchors": anchors,
+        "layers": layers,
+    }
+
+
+@torch.no_grad()
+def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
+    """Take over a state; nothing is changed if it does not fit. See `Handle.load_state_dict`."""
+    _refuse_open_sync(engine, "load_state_dict()")
+    _check(engine, state)
+    clock = engine.clock
+    clock.step = state["step"]
+    clock.sync_index = state["sync_index"]
+    clock.window_steps = state["window_steps"]
+    clock.anchored = state["anchored"]
+    clock.armed = state["armed"]
+    engine.syncs.outer_lr = state["outer_lr"]
+    if state["order"]:
+        places = {unit.name: index for index, unit in enumerate(engine.plan.units)}
+        engine.syncs.set_order([places[name] for name in state["order"]])
+    for layer, unit in zip(engine.syncs.anchored_layers(), engine.plan.units, strict=True):
+        saved = state["layers"][unit.name]
+        layer.load_anchor([state["anchors"][name] for name in unit.params])
+        layer.detector.copy_(saved["detector"])
+        if layer.momentum is not None:
+            layer.momentum.copy_(saved["momentum_piece"])
+    engine.warmup_may_be_over()
+
+
+def _refuse_open_sync(engine: Engine, what: str) -> None:
+    if engine.syncs.active:
+        raise RuntimeError(f"{what} while a sync is in progress; call it after optimizer.step()")
+
+
+def _check(engine: Engine, state: dict[str, Any]) -> None:
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        found = state.get("format") if isinstance(state, dict) else type(state).__name__
+        raise ValueError(
+            f"this is no state of format {FORMAT} from Handle.state_dict(): format is {found!r}"
+        )
+    here = {
+        "method": "EDiT",
+        "replicas": engine.group.size,
+        "replica": engine.group.rank,
+    }
+    for name, value in here.items():
+        if state[name] != value:
+            raise ValueError(
+                f"the state has {name} {state[name]!r}, this run has {value!r}; a state continues "
+                "on the replica that saved it, with the same number of replicas"
+            )
+    for unit in engine.plan.units:
+        saved = state["layers"].get(unit.name)
+        if saved is None:
+            raise ValueError(f"the state lacks the layer {unit.name!r}")
+        if saved["params"] != list(unit.params):
+            raise ValueError(
+                f"layer {unit.name!r} has the parameters {list(unit.params)}, "
+                f"in the state {saved['params']}"
+            )
+        for name, param in unit.params.items():
+            shape = tuple(state["anchors"][name].shape)
+            if shape != tuple(param.shape):
+                raise ValueError(
+                    f"parameter {name!r} has shape {tuple(param.shape)}, in the state {shape}"
+                )
+    extra = set(state["layers"]) - {unit.name for unit in engine.plan.units}
+    if extra:
+        raise ValueError(f"the state has a layer {min(extra)!r} that this model lacks")
+    config = engine.config.as_dict()
+    changed = [name for name, value in config.items() if state["config"].get(name) != value]
+    if changed:
+        said = ", ".join(f"{n}: {state['config'].get(n)!r} -> {config[n]!r}" for n in changed)
+        warnings.warn(
+            f"edit_ext: the run goes on with settings that differ from the saved ones ({said}).",
+            stacklevel=3,
+        )

@@ -1,0 +1,209 @@
+"""The syncs of one attached model: its layers, their order, and the switch that makes anchors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from . import _C
+from .checks import IdentityWatch, persistent_buffers
+from .comm import ReplicaGroup
+from .layer import Plan
+from .metrics import Metrics
+from .pipeline import Pipeline
+from .schedule import Clock
+from .start import broadcast_into, values_digest
+
+BUFFERS = "(buffers)"
+
+
+class Syncs:
+    """Holds the memory of all layers and takes them through sync after sync.
+
+    Collective calls come in one static order on all ranks: the switch, the order of layers, then
+    sync after sync, layer after layer. The layer of buffers, if there is one, is the last of
+    `layers` and the first in the order, because the forward itself changes buffers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clock: Clock,
+        plan: Plan,
+        group: ReplicaGroup,
+        worker: _C.Worker,
+        comm: _C.Comm | None,
+    ) -> None:
+        config = clock.config
+        self.plan = plan
+        self.metrics = Metrics(group.size)
+        self.outer_lr = float(config.outer_lr)
+        self.trainable = {name: p for unit in plan.units for name, p in unit.params.items()}
+        self.pool = _C.BufferPool(max(config.prefetch, 1))
+        self._model, self._clock, self._group = model, clock, group
+        self._worker, self._comm = worker, comm
+        self.layers = [self._layer(unit.name, list(unit.params.values())) for unit in plan.units]
+        self._buffers = self._averaged_buffers()
+        if self._buffers:
+            self.layers.append(self._layer(BUFFERS, self._buffers, anchored=False))
+        self.pipeline = Pipeline(self.layers, config.prefetch, self._layer_done)
+        self._identity = IdentityWatch(model)
+        self._visited = list(plan.root)
+        self._forward_seen = False
+        self.recording = True
+        self.said_done = False  # in the last sync that has begun
+
+    @property
+    def active(self) -> bool:
+        """Whether a sync has started and some of its layers are not done."""
+        return self.pipeline.active
+
+    def anchored_layers(self) -> list[_C.Layer]:
+        """The layers of parameters, without the buffers."""
+        return self.layers[: len(self.plan.units)]
+
+    def order(self) -> list[int]:
+        """The order in which layers of parameters are exchanged."""
+        return [index for index in self.pipeline.order if index < len(self.plan.units)]
+
+    def set_order(self, order: list[int]) -> None:
+        """Fix the order for the rest of the training."""
+        self.pipeline.order = [*range(len(self.plan.units), len(self.layers)), *order]
+        self.recording = False
+
+    def enter_forward(self) -> None:
+        """A training forward of the root begins: record its visits until they are needed."""
+        if self.recording:
+            self._visited = list(self.plan.root)
+            self._forward_seen = True
+
+    def leave_step(self) -> None:
+        """A step is complete: its forward, if there was one, has shown the order."""
+        self.recording = self.recording and not self._forward_seen
+
+    def visit(self, wanted: list[int]) -> None:
+        """A module that needs the layers `wanted` is about to run."""
+        if self.recording:
+            self._visited += [index for index in wanted if index not in self._visited]
+        if self.active:
+            self.need(wanted)
+
+    def switch(self) -> None:
+        """From warm-up to local steps: the weights, replica 0's if they differ, become anchors."""
+        self._identity.check(self._model)
+        if self._group.size > 1:
+            mine = values_digest(list(self.trainable.values()))
+            digests = self._group.gather([mine], "the switch to local steps")
+            if len({row[0] for row in digests}) > 1:
+                self._take_over()
+        for layer in self.anchored_layers():
+            layer.capture()
+        self._clock.anchored = True
+
+    def start(self, *, done: bool) -> None:
+        """Open the next sync. `done`: this replica has ended its training."""
+        self._identity.check(self._model)
+        self._renew_buffers()
+        if self._clock.sync_index == 0:
+            self._agree_on_order()
+        sync_index, steps = self._clock.begin_sync()
+        if self._group.heartbeat is not None:
+            self._group.heartbeat.waiting_for(sync_index)
+        self.said_done = done
+        mean, policy = self._policy(buffers=True), self._policy(buffers=False)
+
+        def begin(layer: _C.Layer) -> None:
+            rules = mean if layer.name == BUFFERS else policy
+            layer.begin(rules, sync_index=sync_index, steps=steps, done=done)
+
+        self.pipeline.start(begin)
+
+    def enter_root(self) -> None:
+        """The root's own forward begins inside a sync: buffers and its own parameters are due."""
+        self.pipeline.look_ahead()
+        self.need(range(len(self.plan.units), len(self.layers)))
+        self.need(range(len(self.layers)) if self.plan.whole else self.plan.root)
+
+    def need(self, wanted: Iterable[int]) -> None:
+        """Return when the results of the layers `wanted` are in their parameters."""
+        self.pipeline.need(wanted)
+        self._maybe_over()
+
+    def finish(self) -> None:
+        """Take the open sync, if there is one, to its end."""
+        if self.active:
+            self.pipeline.finish()
+            self._maybe_over()
+
+    def all_done(self) -> bool:
+        """Whether every replica has said in the last sync that it has ended its training."""
+        done = self.layers[0].stats()["done"]
+        assert isinstance(done, list)
+        return all(done)
+
+    def _take_over(self) -> None:
+        warnings.warn(
+            f"edit_ext: at the switch to local steps (step {self._clock.step}) the replicas have "
+            "different weights; they all take replica 0's.",
+            stacklevel=2,
+        )
+        for name, param in self.trainable.items():
+            broadcast_into(self._group, param, f"switch, broadcast of {name!r}")
+
+    def _agree_on_order(self) -> None:
+        """Replica 0's order of visits, for all; layers that it did not visit last."""
+        rest = [index for index in range(len(self.plan.units)) if index not in self._visited]
+        mine = torch.tensor([*self._visited, *rest], dtype=torch.int64)
+        self._group.broadcast(mine, "the order of layers")
+        self.set_order(mine.tolist())
+
+    def _maybe_over(self) -> None:
+        if self.pipeline.over():
+            self.metrics.end_sync()
+            if self._group.heartbeat is not None:
+                self._group.heartbeat.reached(self._clock.sync_index)
+
+    def _layer_done(self, index: int) -> None:
+        layer = self.layers[index]
+        self.metrics.add(self._clock.step, layer.name, layer.stats())
+
+    def _policy(self, *, buffers: bool) -> _C.Policy:
+        """The settings' rules, or a plain mean for the buffers."""
+        fields = self._clock.config.policy_fields()
+        fields["outer_lr"] = self.outer_lr
+        if buffers:
+            fields.update(outer="replace", weighting="uniform", z_threshold=None, clip_norm=None)
+        return _C.Policy(**fields)
+
+    def _layer(self, name: str, tensors: list[Tensor], anchored: bool = True) -> _C.Layer:
+        return _C.Layer(
+            name,
+            tensors,
+            replica=self._comm,
+            mesh=self._comm,
+            worker=self._worker,
+            pool=self.pool,
+            wire=self._clock.config.wire,
+            anchored=anchored,
+        )
+
+    def _averaged_buffers(self) -> list[Tensor]:
+        """Persistent floating buffers, unless the settings leave them alone."""
+        if not self._clock.config.average_buffers:
+            return []
+        return [b for b in persistent_buffers(self._model).values() if b.is_floating_point()]
+
+    def _renew_buffers(self) -> None:
+        """A module may put a new tensor where a buffer was; that layer has no state to keep."""
+        now = self._averaged_buffers()
+        if len(now) != len(self._buffers):
+            raise RuntimeError(
+                f"the model had {len(self._buffers)} averaged buffers at attach and has {len(now)} "
+                "now; detach() the handle and attach again"
+            )
+        if any(new is not old for new, old in zip(now, self._buffers, strict=True)):
+            self._buffers = now
+            self.layers[-1] = self._layer(BUFFERS, now, anchored=False)

@@ -1,0 +1,200 @@
+"""Warm-up: gradients are averaged over the replicas, in buckets, while the backward runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .comm import ReplicaGroup
+from .schedule import Clock
+
+BUCKET = 25 * 2**18  # fp32 elements, 25 MiB
+
+
+class GradientAverager:
+    """Averages `.grad` of all parameters over the replicas at the end of each backward.
+
+    Buckets are summed in one fixed order, the last parameters first, as soon as their gradients and
+    those of all buckets before them are there. A gradient that is missing travels as zeros; a map
+    of presence, sent last, decides who receives one. Every replica runs the same number of rounds:
+    one that had no backward runs its round before the optimizer's step.
+
+    clock: counts completed optimizer steps, which must be equal on all replicas.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[tuple[str, nn.Parameter]],
+        group: ReplicaGroup,
+        clock: Clock,
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        self.skip = False  # inside no_sync(), or while the handle is paused
+        self._names = [name for name, _ in params]
+        self._params = [param for _, param in params]
+        self._group = group
+        self._clock = clock
+        self._on_error = on_error
+        self._buckets = _split(self._params)
+        self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket}
+        self._running = False
+        self._ran = False  # a round has run since the last optimizer step
+        self._missing: list[int] = []
+        self._flats: list[Tensor] = []
+        self._works: list[Any] = []
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(_ReadyHook(self, index))
+            for index, param in enumerate(self._params)
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks; the model keeps no trace."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def ready(self, index: int) -> None:
+        """The gradient of parameter `index` has been accumulated in the backward that runs now."""
+        if self.skip:
+            return
+        grad = self._params[index].grad
+        if grad is not None and grad.is_sparse:
+            raise RuntimeError(
+                f"the gradient of {self._names[index]!r} is sparse and cannot be averaged during "
+                "the warm-up; set warmup_steps=0"
+            )
+        if not self._running:
+            self._start()
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._finish_backward)
+        self._missing[self._bucket_of[index]] -= 1
+        while len(self._works) < len(self._buckets) and self._missing[len(self._works)] <= 0:
+            self._launch()
+
+    def before_step(self) -> None:
+        """Run the round of a step that has had none: no backward, or all of them in no_sync()."""
+        if not self._ran:
+            self._start()
+            self._finish(done=False)
+
+    def after_step(self) -> None:
+        """The optimizer has stepped."""
+        self._ran = False
+
+    def reset(self) -> None:
+        """A new training forward begins: forget a round whose backward was broken off."""
+        if self._running:
+            for work in self._works:
+                self._group.finish(work, "warm-up, a backward that was broken off")
+            self._running = False
+            self._flats, self._works = [], []
+
+    def join(self) -> None:
+        """Run one round without gradients, as a replica that has ended.
+
+        Raises RuntimeError, as on the peers, unless all of them have ended too.
+        """
+        self._start()
+        self._finish(done=True)
+
+    def _start(self) -> None:
+        self._running = True
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._flats, self._works = [], []
+
+    def _finish_backward(self) -> None:
+        try:
+            self._finish(done=False)
+        except BaseException as error:
+            self._on_error(error)
+            raise
+
+    @torch.no_grad()
+    def _launch(self, empty: bool = False) -> None:
+        """Pack the next bucket in fp32 and begin its sum."""
+        bucket = self._buckets[len(self._works)]
+        flat = torch.zeros(sum(self._params[i].numel() for i in bucket))
+        start = 0
+        for i in bucket:
+            grad, size = self._params[i].grad, self._params[i].numel()
+            if grad is not None and not empty:
+                flat[start : start + size].view_as(grad).copy_(grad)
+            start += size
+        self._flats.append(flat)
+        self._works.append(self._group.start_sum(flat))
+
+    @torch.no_grad()
+    def _finish(self, done: bool) -> None:
+        what = f"warm-up, step {self._clock.step + 1}, gradient average"
+        while len(self._works) < len(self._buckets):
+            self._launch(empty=done)
+        presence = [int(p.grad is not None and not done) for p in self._params]
+        tail = torch.tensor([*presence, int(done), self._clock.step], dtype=torch.float64)
+        self._works.append(self._group.start_sum(tail))
+        for work in self._works:
+            self._group.finish(work, what)
+        self._running, self._ran = False, True
+        size = self._group.size
+        ended, steps = int(tail[-2]), int(tail[-1])
+        if steps != size * self._clock.step:
+            raise RuntimeError(
+                f"{what}: replicas have different numbers of steps (this one {self._clock.step}, "
+                f"the mean is {steps / size:g}); during the warm-up every replica must make the "
+                "same steps"
+            )
+        if 0 < ended < size:
+            raise RuntimeError(
+                f"{what}: {ended} of {size} replicas have ended their training during the "
+                f"warm-up; give every replica at least warmup_steps steps"
+            )
+        if not done:
+            self._write_back(tail)
+        self._flats, self._works = [], []
+
+    def _write_back(self, tail: Tensor) -> None:
+        present = tail.tolist()
+        for bucket, flat in zip(self._buckets, self._flats, strict=True):
+            flat.div_(self._group.size)
+            start = 0
+            for i in bucket:
+                param, size = self._params[i], self._params[i].numel()
+                if present[i]:
+                    if param.grad is None:
+                        param.grad = torch.zeros_like(param)
+                    param.grad.copy_(flat[start : start + size].view_as(param))
+                start += size
+
+
+class _ReadyHook:
+    """A parameter's hook. It does not keep the averager alive."""
+
+    def __init__(self, averager: GradientAverager, index: int) -> None:
+        self._averager, self._index = weakref.ref(averager), index
+
+    def __call__(self, param: Tensor) -> None:
+        averager = self._averager()
+        if averager is None:
+            return
+        try:
+            averager.ready(self._index)
+        except BaseException as error:
+            averager._on_error(error)
+            raise
+
+
+def _split(params: Sequence[nn.Parameter]) -> list[list[int]]:
+    """Parameter indexes in buckets of at most BUCKET elements, last parameters first."""
+    buckets: list[list[int]] = []
+    room = 0
+    for index in reversed(range(len(params))):
+        size = params[index].numel()
+        if not buckets or size > room:
+            buckets.append([])
+            room = BUCKET
+        buckets[-1].append(index)
+        room -= size
+    return buckets

@@ -1,0 +1,125 @@
+"""EDiT's settings: defaults of the paper, and a sentence for everything that cannot work."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from edit_ext import EDiT
+from edit_ext.schedule import Clock, is_due, sync_steps
+
+
+def test_defaults() -> None:
+    """The defaults are those that the documentation promises."""
+    assert EDiT().as_dict() == {
+        "sync_every": 128,
+        "warmup_steps": 0,
+        "outer_lr": 0.7,
+        "outer_momentum": 0.8,
+        "nesterov": True,
+        "clip_norm": 10.0,
+        "weighting": "softmax",
+        "temperature": 1.0,
+        "z_threshold": 3.0,
+        "ema_alpha": 0.02,
+        "ema_warmup": 10,
+        "max_flags_in_a_row": 10,
+        "prefetch": 2,
+        "granularity": "layer",
+        "wire": "fp32",
+        "timeout": 600.0,
+        "average_buffers": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind"),
+    [
+        ("sync_every", 0, ValueError),
+        ("sync_every", 2.5, TypeError),
+        ("sync_every", True, TypeError),
+        ("warmup_steps", -1, ValueError),
+        ("outer_lr", 0.0, ValueError),
+        ("outer_lr", math.nan, ValueError),
+        ("outer_lr", math.inf, ValueError),
+        ("outer_lr", "0.7", TypeError),
+        ("outer_momentum", 1.5, ValueError),
+        ("outer_momentum", 1.0, ValueError),
+        ("outer_momentum", -0.1, ValueError),
+        ("nesterov", 1, TypeError),
+        ("clip_norm", 0.0, ValueError),
+        ("clip_norm", "ten", TypeError),
+        ("weighting", "mean", ValueError),
+        ("temperature", 0, ValueError),
+        ("z_threshold", -3.0, ValueError),
+        ("ema_alpha", 1.0, ValueError),
+        ("ema_alpha", 0.0, ValueError),
+        ("ema_warmup", 1, ValueError),
+        ("max_flags_in_a_row", 0, ValueError),
+        ("prefetch", -1, ValueError),
+        ("granularity", "tensor", ValueError),
+        ("wire", "fp16", ValueError),
+        ("timeout", 0, ValueError),
+        ("average_buffers", None, TypeError),
+    ],
+)
+def test_bad_value(field: str, value: Any, kind: type[Exception]) -> None:
+    """A value that cannot work is refused when the settings are made, by field and value."""
+    with pytest.raises(kind) as caught:
+        EDiT(**{field: value})
+    assert field in str(caught.value) and repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"weighting": "uniform", "temperature": 2.0},
+        {"z_threshold": None, "ema_alpha": 0.1},
+        {"z_threshold": None, "ema_warmup": 5},
+    ],
+)
+def test_option_without_effect(fields: dict[str, Any]) -> None:
+    """An option that another one switches off is an error, not silence."""
+    with pytest.raises(ValueError, match="has no effect"):
+        EDiT(**fields)
+
+
+def test_unknown_option() -> None:
+    """A misspelt option is named."""
+    with pytest.raises(TypeError, match="momentum"):
+        EDiT(momentum=0.9)  # type: ignore[call-arg]
+
+
+def test_off_and_frozen() -> None:
+    """None switches clipping and the z-test off; settings cannot change afterwards."""
+    config = EDiT(clip_norm=None, z_threshold=None)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.sync_every = 3  # type: ignore[misc]
+    assert dataclasses.replace(config, sync_every=3).sync_every == 3
+
+
+def test_schedule() -> None:
+    """Syncs come every `sync_every` steps after the warm-up, and never at its end."""
+    config = EDiT(sync_every=4, warmup_steps=6)
+    assert list(sync_steps(0, 20, config)) == [10, 14, 18]
+    assert [t for t in range(20) if is_due(t, config)] == [10, 14, 18]
+
+
+def test_clock() -> None:
+    """The clock counts the steps of a window apart from those of the warm-up."""
+    clock = Clock(EDiT(sync_every=2, warmup_steps=3))
+    assert clock.warming_up and not clock.switch_pending
+    seen = []
+    for _ in range(8):
+        clock.tick()
+        seen.append((clock.step, clock.window_steps, clock.armed))
+        if clock.switch_pending:
+            clock.anchored = True
+        if clock.armed:
+            assert clock.begin_sync()[1] == 2
+    assert [step for step, _, armed in seen if armed] == [5, 7]
+    assert seen[2] == (3, 0, False)
+    assert clock.sync_index == 2 and clock.window_steps == 1
