@@ -33,6 +33,8 @@ TORCH_SOURCES = [
     "csrc/torch/ops.cpp",
     "csrc/torch/stacked.cpp",
     "csrc/torch/c10d_comm.cpp",
+    "csrc/torch/checksum.cpp",
+    "csrc/torch/flight.cpp",
     "csrc/torch/layer.cpp",
     "csrc/torch/module.cpp",
 ]

@@ -20,6 +20,17 @@ struct Message {
   c10::intrusive_ptr<c10d::Work> work;
 };
 
+// Runs `call`; what it throws names the peer.
+template <class Call>
+auto naming(int peer, bool outgoing, const Call& call) {
+  try {
+    return call();
+  } catch (const std::exception& e) {
+    throw std::runtime_error((outgoing ? "sending to rank " : "receiving from rank ") +
+                             std::to_string(peer) + " of the group failed: " + e.what());
+  }
+}
+
 // Messages of at most kMessage bytes to or from every peer, round by round. Each rank starts with
 // the peer after itself, so that no rank is everybody's first.
 template <class Post>
@@ -35,7 +46,7 @@ void post_all(int rank, int size, const Block* blocks, bool outgoing, std::vecto
       std::vector<at::Tensor> bytes{at::from_blob(static_cast<char*>(b.data) + at,
                                                   {std::min(kMessage, b.bytes - at)},
                                                   at::TensorOptions().dtype(at::kByte))};
-      posted.push_back({peer, outgoing, post(peer, bytes)});
+      posted.push_back({peer, outgoing, naming(peer, outgoing, [&] { return post(peer, bytes); })});
     }
   }
 }
@@ -68,12 +79,7 @@ void C10dComm::transfer(Channel& c, const Block* to, const Block* from) {
     return c.group->send(t, peer, tag(c.sent[peer]));
   });
   for (Message& m : posted) {
-    try {
-      m.work->wait(kPatience);
-    } catch (const std::exception& e) {
-      throw std::runtime_error((m.outgoing ? "sending to rank " : "receiving from rank ") +
-                               std::to_string(m.peer) + " of the group failed: " + e.what());
-    }
+    naming(m.peer, m.outgoing, [&] { return m.work->wait(kPatience); });
   }
   poll();
 }

@@ -20,99 +20,12 @@ double seconds_since(Clock::time_point start) {
 
 // On the worker one thread computes: torch's others belong to the forward that runs meanwhile.
 cpu::CpuDevice& worker_device() {
-  static cpu::CpuDevice device;
-  return device;
+  // Never destroyed: at exit the worker may still be inside it.
+  static auto* device = new cpu::CpuDevice;
+  return *device;
 }
-
-at::Tensor grown(at::Tensor& t, int64_t bytes) {
-  if (!t.defined() || t.numel() < bytes) t = at::empty({bytes}, at::kByte);
-  return t;
-}
-
-int size_of_group(const std::shared_ptr<Comm>& c) { return c ? c->size() : 1; }
-int rank_in_group(const std::shared_ptr<Comm>& c) { return c ? c->rank() : 0; }
 
 }  // namespace
-
-BufferPool::BufferPool(int count) {
-  TORCH_CHECK_VALUE(count >= 1, "count is ", count, "; expected at least 1 buffer");
-  for (int i = 0; i < count; ++i) buffers_.push_back(std::make_shared<Buffers>());
-}
-
-std::shared_ptr<Buffers> BufferPool::acquire() {
-  for (auto& b : buffers_) {
-    if (b.use_count() == 1) return b;
-  }
-  throw std::runtime_error("all " + std::to_string(buffers_.size()) +
-                           " buffers are in flight: wait for a layer before the next begins");
-}
-
-int64_t BufferPool::bytes() const {
-  int64_t sum = 0;
-  for (const auto& b : buffers_) {
-    for (const at::Tensor* t : {&b->send, &b->recv, &b->merged, &b->partials}) {
-      if (t->defined()) sum += t->numel();
-    }
-  }
-  return sum;
-}
-
-// All that the worker's task touches. The task and the layer share it, so a layer may be dropped
-// while its exchange is still under way.
-struct Layer::Flight {
-  std::shared_ptr<Buffers> buffers;
-  SharedComms comms;
-  Layout layout;
-  LayerView view{};
-  Policy policy;
-  SyncTag tag{};
-  at::Tensor anchor, momentum, detector;
-  std::vector<double> shard_sums;
-  std::vector<NormRecord> records;
-  std::vector<PerReplica> per_replica;
-  std::vector<MergeRecord> merge_records;
-  Decision decision{};
-  cpu::Worker::Ticket ticket = 0;
-  double begin_seconds = 0, exchange_seconds = 0, wait_seconds = 0;
-  int64_t bytes_sent = 0;
-
-  int64_t sent() const {
-    int64_t sum = 0;
-    if (comms.replica) sum += comms.replica->bytes_sent();
-    if (comms.shard) sum += comms.shard->bytes_sent();
-    if (comms.mesh && comms.mesh != comms.replica) sum += comms.mesh->bytes_sent();
-    return sum;
-  }
-
-  void point() {
-    LayerView& v = view;
-    layout.describe(v);
-    v.replica = rank_in_group(comms.replica);
-    v.replicas = size_of_group(comms.replica);
-    v.shard = rank_in_group(comms.shard);
-    v.shards = size_of_group(comms.shard);
-    v.mesh_rank = rank_in_group(comms.mesh);
-    v.mesh_ranks = size_of_group(comms.mesh);
-    v.piece = piece_size(v.size, v.replicas);
-    v.anchor = anchor.data_ptr<float>();
-    v.momentum = momentum.defined() ? momentum.data_ptr<float>() : nullptr;
-    v.detectors = reinterpret_cast<Detector*>(detector.data_ptr<double>());
-    Buffers& b = *buffers;
-    v.send = grown(b.send, wire_bytes(v.wire, v.replicas * v.piece)).data_ptr();
-    v.recv = grown(b.recv, wire_bytes(v.wire, (v.replicas - 1) * v.piece)).data_ptr();
-    v.merged = static_cast<float*>(grown(b.merged, v.piece * 4).data_ptr());
-    v.partials = static_cast<float*>(grown(b.partials, layout.partials(v.piece) * 4).data_ptr());
-    shard_sums.resize(v.shards);
-    records.resize(v.replicas);
-    per_replica.resize(v.replicas);
-    merge_records.resize(v.mesh_ranks);
-    v.shard_sums = shard_sums.data();
-    v.records = records.data();
-    v.per_replica = per_replica.data();
-    v.merge_records = merge_records.data();
-    v.decision = &decision;
-  }
-};
 
 Layer::Layer(std::string name, std::vector<at::Tensor> params, SharedComms comms,
              std::shared_ptr<cpu::Worker> worker, std::shared_ptr<BufferPool> pool, Wire wire,
@@ -143,7 +56,7 @@ Layer::Layer(std::string name, std::vector<at::Tensor> params, SharedComms comms
   }
   const Layout flat = layout(false);
   for (const TensorView& t : flat.tensors) offsets_.push_back(t.offset);
-  const int replicas = size_of_group(comms_.replica);
+  const int replicas = group_size(comms_.replica);
   size_ = flat.size;
   piece_ = piece_size(size_, replicas);
   anchor_ = at::zeros({replicas * piece_}, at::kFloat);
@@ -293,29 +206,6 @@ void Layer::load_anchor(const std::vector<at::Tensor>& tensors) {
                       "] has shape ", tensors[i].sizes(), "; expected ", params_[i].sizes());
   }
   for (size_t i = 0; i < params_.size(); ++i) part_of(anchor_, i).copy_(tensors[i]);
-}
-
-uint64_t checksum(const at::Tensor& t) {
-  const at::Tensor dense = t.detach().contiguous();
-  const auto* bytes = static_cast<const unsigned char*>(dense.data_ptr());
-  const auto n = static_cast<int64_t>(dense.nbytes());
-  // Eight interleaved multiplicative chains over words: memory speed without losing the position.
-  // The shift brings high bits down again; without it two flipped signs would cancel.
-  std::array<uint64_t, 8> lanes;
-  for (size_t i = 0; i < lanes.size(); ++i) lanes[i] = 0xcbf29ce484222325ull + i;
-  int64_t at = 0;
-  for (; at + 64 <= n; at += 64) {
-    uint64_t words[8];
-    std::memcpy(words, bytes + at, 64);
-    for (int i = 0; i < 8; ++i) {
-      lanes[i] = (lanes[i] ^ words[i]) * 0x9e3779b97f4a7c15ull;
-      lanes[i] ^= lanes[i] >> 32;
-    }
-  }
-  uint64_t hash = static_cast<uint64_t>(n);
-  for (uint64_t lane : lanes) mix(hash, lane);
-  for (; at < n; ++at) mix(hash, bytes[at]);
-  return hash;
 }
 
 }  // namespace edit_ext

@@ -3,38 +3,14 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <array>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "../core/comm.h"
-#include "../core/layout.h"
-#include "../cpu/worker.h"
+#include "flight.h"
 
 namespace edit_ext {
-
-// Working memory of one layer in flight.
-struct Buffers {
-  at::Tensor send, recv, merged, partials;
-};
-
-// As many Buffers as layers may be in flight, each grown to the largest layer that used it.
-class BufferPool {
- public:
-  explicit BufferPool(int count);
-  std::shared_ptr<Buffers> acquire();  // throws std::runtime_error when all are in use
-  int64_t bytes() const;
-
- private:
-  std::vector<std::shared_ptr<Buffers>> buffers_;
-};
-
-struct SharedComms {
-  std::shared_ptr<Comm> shard, replica, mesh;
-};
 
 // What a finished sync says about itself, copied from the device.
 struct LayerStats {
@@ -75,7 +51,6 @@ class Layer {
   void load_anchor(const std::vector<at::Tensor>& tensors);  // the inverse
 
  private:
-  struct Flight;
   Layout layout(bool copy_in);
   void copy_out();
   at::Tensor part_of(const at::Tensor& flat, size_t param) const;
@@ -97,8 +72,5 @@ class Layer {
   std::shared_ptr<Flight> flight_;
   std::optional<LayerStats> stats_;
 };
-
-// 64 bits that depend on every byte of the tensor's values in logical order.
-uint64_t checksum(const at::Tensor& t);
 
 }  // namespace edit_ext

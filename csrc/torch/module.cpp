@@ -4,6 +4,7 @@
 
 #include "../comm/delayed.h"
 #include "c10d_comm.h"
+#include "checksum.h"
 #include "info.h"
 #include "layer.h"
 #include "policy.h"

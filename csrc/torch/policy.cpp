@@ -74,10 +74,10 @@ at::Tensor flags_of(const std::vector<PerReplica>& replicas) {
 }
 
 cpu::CpuDevice& cpu_device() {
-  static cpu::CpuDevice device([](int64_t n, const cpu::Body& body) {
+  static auto* device = new cpu::CpuDevice([](int64_t n, const cpu::Body& body) {
     at::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) { body(begin, end); });
   });
-  return device;
+  return *device;
 }
 
 }  // namespace edit_ext
