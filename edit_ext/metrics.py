@@ -110,8 +110,8 @@ class Metrics:
             self._idle_said = True
             warnings.warn(
                 f"edit_ext: sync {stats['sync_index']}, layer {layer!r}: replica {lost[0]} changed "
-                "its weights without an optimizer step since the last sync; a replica without steps "
-                "has no weight in the average, so that change is lost.",
+                "its weights without an optimizer step since the last sync; a replica without "
+                "steps has no weight in the average, so that change is lost.",
                 stacklevel=2,
             )
 

@@ -1,3 +1,4 @@
+// A fingerprint of a tensor, to compare replicas before they train.
 #pragma once
 
 #include <ATen/core/Tensor.h>
