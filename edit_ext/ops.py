@@ -85,7 +85,7 @@ def stacked_outer_step(
     norms, weights and the norm of the merged step (w'Gw; one exact pass more where the replicas
     nearly cancel), then merge, clip, outer step and write-back go together.
 
-    replicas: R lists of equally shaped dense float32 tensors, updated in place; R <= 16.
+    replicas: R lists of equally shaped dense float32 tensors, updated in place; R <= 8.
     anchor, momentum: float32 vectors in the flat layout, updated in place.
     detector: float64 [R, 5], updated in place.
     """

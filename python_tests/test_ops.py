@@ -79,7 +79,7 @@ def test_golden_sync_through_the_steps() -> None:
         assert out[0].tolist() == pytest.approx(want, rel=1e-6)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 7, 8])
 def test_stacked_equals_reference(replicas: int) -> None:
     """Three stacked syncs, one replica running wild in the last but one: equal to the reference."""
     anchor_parts = randoms(0)
@@ -275,10 +275,10 @@ BAD = {
     ),
     "too many stacked replicas": (
         lambda: ops.stacked_outer_step(
-            [[torch.zeros(3)]] * 17, torch.zeros(128), torch.zeros(128), torch.zeros(17, 5).double()
+            [[torch.zeros(3)]] * 9, torch.zeros(128), torch.zeros(128), torch.zeros(9, 5).double()
         ),
         ValueError,
-        r"replicas is 17; expected 1 to 16",
+        r"replicas is 9; expected 1 to 8",
     ),
     "replicas of different shapes": (
         lambda: ops.stacked_outer_step(

@@ -102,6 +102,7 @@ EDIT_HD void gram(Team team, int n, const float* anchor, const float* const* par
       [=](auto v, int j, auto* g) {
         using V = decltype(v);
         const V a = V::load(anchor + j);
+#pragma GCC unroll 8
         for (int r = 0; r < R; ++r) g[r] = a - V::load(params[r] + j);
       },
       out);

@@ -6,7 +6,7 @@
 
 namespace edit_ext::cpu {
 
-constexpr int kMaxStacked = 16;  // replicas that one stacked call takes
+constexpr int kMaxStacked = 8;  // replicas that one stacked call takes
 
 // `stream`: write outputs past the caches. Pays when the layer is far larger than they are.
 struct Kernels {

@@ -65,37 +65,54 @@ struct Team {
     return fold(lanes, kLanes);
   }
 
-  // out[p] += is not done here: out receives the R (R + 1) / 2 sums of this chunk.
+  // out receives the R (R + 1) / 2 inner products of what f writes to g, row by row. Sixteen lanes
+  // and short runs, not the tree of squares: that keeps all sums in registers.
   template <int R, class F>
   void sum_products(int n, F f, float* out) const {
     constexpr int pairs = R * (R + 1) / 2;
-    float segments[pairs][kSegments] = {};
-    for (int s = 0, begin = 0; begin < n; ++s, begin += kSegment) {
-      const int end = begin + kSegment < n ? begin + kSegment : n;
-      float lanes[pairs][kLanes] = {};
-      product_rows<R>(begin, end, f, lanes);
-      for (int p = 0; p < pairs; ++p) segments[p][s] = fold(lanes[p], kLanes);
+    float runs[pairs][kChunk / kRun] = {};
+    for (int i = 0, begin = 0; begin < n; ++i, begin += kRun) {
+      float lanes[pairs][kProductLanes];
+      run_products<R>(begin, begin + kRun < n ? begin + kRun : n, f, lanes);
+      for (int p = 0; p < pairs; ++p) runs[p][i] = fold(lanes[p], kProductLanes);
     }
-    for (int p = 0; p < pairs; ++p) out[p] = fold(segments[p], kSegments);
+    for (int p = 0; p < pairs; ++p) out[p] = fold(runs[p], kChunk / kRun);
   }
 
+  static constexpr int kProductLanes = 16;
+  static constexpr int kRun = 2048;
+
   template <int R, class F>
-  static void product_rows(int begin, int end, F f, float (*lanes)[kLanes]) {
-    int j = begin;
-    for (; j + kLanes <= end; j += kLanes) {
-      for (int k = 0; k < kLanes; k += V::width) add_products<R, V>(j + k, k, f, lanes);
+  static void run_products(int begin, int end, F f, float (*lanes)[kProductLanes]) {
+    constexpr int pairs = R * (R + 1) / 2, vectors = kProductLanes / V::width;
+    V sums[vectors][pairs];
+    for (auto& row : sums) {
+      for (V& sum : row) sum = V::all(0.0f);
     }
-    for (int k = 0; j < end; ++j, ++k) add_products<R, VecScalar>(j, k, f, lanes);
+    int j = begin;
+    for (; j + kProductLanes <= end; j += kProductLanes) {
+#pragma GCC unroll 8
+      for (int k = 0; k < vectors; ++k) add_products<R>(f, j + k * V::width, sums[k]);
+    }
+    for (int p = 0; p < pairs; ++p) {
+      for (int k = 0; k < vectors; ++k) sums[k][p].store(&lanes[p][k * V::width]);
+    }
+    for (int lane = 0; j < end; ++j, ++lane) {
+      VecScalar rest[pairs];
+      for (int p = 0; p < pairs; ++p) rest[p].x = lanes[p][lane];
+      add_products<R>(f, j, rest);
+      for (int p = 0; p < pairs; ++p) lanes[p][lane] = rest[p].x;
+    }
   }
 
   template <int R, class U, class F>
-  static void add_products(int j, int lane, F f, float (*lanes)[kLanes]) {
+  static EDIT_HD void add_products(F f, int j, U* sums) {
     U g[R];
     f(U{}, j, g);
+#pragma GCC unroll 8
     for (int i = 0, p = 0; i < R; ++i) {
-      for (int k = i; k < R; ++k, ++p) {
-        (U::load(&lanes[p][lane]) + g[i] * g[k]).store(&lanes[p][lane]);
-      }
+#pragma GCC unroll 8
+      for (int k = i; k < R; ++k, ++p) sums[p] = sums[p] + g[i] * g[k];
     }
   }
 };

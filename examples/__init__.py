@@ -1,0 +1,1 @@
+"""Training programs to run, read and copy."""

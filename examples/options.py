@@ -1,0 +1,210 @@
+"""The command line of train_lm.py: every option once, with its unit and its default."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import edit_ext
+from edit_ext.examples.data import check_data
+from edit_ext.examples.model import PRESETS
+from edit_ext.examples.runlog import METRICS, tensorboard_missing
+
+METHODS = ("edit", "sync")
+Kind = Callable[[str], Any]
+# What a resumed run may change; all other options must be those of the first part.
+CHANGEABLE = {"checkpoint_every", "eval_every", "log_every", "out", "overwrite", "resume",
+              "tensorboard", "threads", "timeout"}  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is one line and no usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        # One line a machine, not one a process, when a launcher has already started them all.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"{self.prog}: {message}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read and check the command line; `arguments` None means sys.argv.
+
+    A mistake, missing data included, prints one line and raises SystemExit(2).
+    """
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    try:
+        check_options(options)
+        edit_config(options)
+        check_data(options.data)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    return options
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="edit-ext train",
+        description="Train a byte-level Llama with EDiT, or with gradients averaged every step.",
+        epilog="Under torchrun the number of processes is the number of replicas.",
+        allow_abbrev=False,
+    )
+    add = _adder(parser, "the run")
+    add("--method", str, "edit", "EDiT, or gradients averaged every step", choices=METHODS)
+    add("--replicas", at_least(1), _world(), "processes to start here, one replica each")
+    add("--threads", at_least(1), None, "torch threads of each process; else the cores are shared")
+    add("--out", str, "runs/lm", "folder for metrics and checkpoints")
+    add("--overwrite", None, None, "replace a run found in --out")
+    add("--resume", None, None, "go on from the last checkpoint in --out")
+    add("--checkpoint-every", at_least(0), 0, "steps; 0 = never")
+    add("--eval-every", at_least(0), 100, "steps; 0 = only at the end")
+    add("--eval-windows", at_least(1), 256, "held-out windows of --seq-len bytes to evaluate on")
+    add("--log-every", at_least(1), 10, "steps")
+    add("--tensorboard", None, None, "write TensorBoard files too")
+    add("--timeout", float, 600.0, "seconds a peer may be silent")
+
+    add = _adder(parser, "model and data")
+    add("--preset", str, "tiny", "size of the model", choices=tuple(PRESETS))
+    add("--tied", None, None, "one matrix for embedding and head")
+    add("--dtype", str, "fp32", "of parameters and arithmetic", choices=("fp32", "bf16"))
+    add("--data", str, [], "text files, folders, or hf:NAME[:CONFIG] for a Hugging Face data set; "
+        "else the source of Python's standard library", nargs="+", metavar="PATH")  # fmt: skip
+    add("--seq-len", at_least(1), 128, "bytes")
+    add("--batch-size", at_least(1), 8, "sequences per replica and step")
+    add("--seed", at_least(0), 0, "of the first weights and of the order of the data")
+
+    add = _adder(parser, "inner optimizer (AdamW)")
+    add("--steps", at_least(1), 1000, "optimizer steps of each replica")
+    add("--lr", float, 2e-3, "the learning rate at its peak")
+    add("--warmup-lr", at_least(0), 40, "steps in which the learning rate rises to it")
+    add("--final-lr", float, 0.1, "part of --lr that is left at the end; 1 = no decay")
+    add("--weight-decay", float, 0.1, "of matrices")
+    add("--grad-clip", number_or_none, 1.0, "largest norm of a replica's gradient; none = off")
+
+    add = _adder(parser, "EDiT (its own default where nothing is given)")
+    for name, kind in EDIT_OPTIONS.items():
+        default = getattr(edit_ext.EDiT(), name)
+        add("--" + name.replace("_", "-"), kind, argparse.SUPPRESS, f"EDiT's {name} ({default})")
+
+    add = _adder(parser, "a fault to watch")
+    add("--corrupt-replica", at_least(0), None, "the replica that is fed random bytes")
+    add("--corrupt-steps", step_range, None, "from step A up to, not including, B", metavar="A:B")
+    return parser
+
+
+def _adder(parser: argparse.ArgumentParser, title: str) -> Callable[..., None]:
+    """Adds options to one group: flag, kind (None for a switch), default, help."""
+    group = parser.add_argument_group(title)
+
+    def add(flag: str, kind: Kind | None, default: Any, text: str, **more: Any) -> None:
+        if kind is None:
+            group.add_argument(flag, action="store_true", help=text)
+            return
+        if default not in (None, [], argparse.SUPPRESS):
+            text += f" ({default})"
+        more.setdefault("metavar", "N" if kind is not str and "choices" not in more else None)
+        group.add_argument(flag, type=kind, default=default, help=text, **more)
+
+    return add
+
+
+def _world() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Relations between options. Raises ValueError with one sentence."""
+    world = int(os.environ.get("WORLD_SIZE", options.replicas))
+    if world != options.replicas:
+        raise ValueError(f"--replicas {options.replicas} under a launcher of {world} processes")
+    if options.lr <= 0:
+        raise ValueError(f"--lr must be positive, got {options.lr}")
+    if not 0 <= options.final_lr <= 1:
+        raise ValueError(f"--final-lr must be between 0 and 1, got {options.final_lr}")
+    if options.timeout <= 0:
+        raise ValueError(f"--timeout must be positive, got {options.timeout}")
+    if options.tensorboard and tensorboard_missing():
+        raise ValueError("--tensorboard needs the package tensorboard: pip install tensorboard")
+    found = (Path(options.out) / METRICS).exists()
+    first = os.environ.get("RANK", "0") == "0"  # it makes that file while others still start
+    if first and found and not (options.resume or options.overwrite):
+        raise ValueError(
+            f"--out {options.out} already holds a run; go on with --resume or replace it with "
+            f"--overwrite"
+        )
+    if (options.corrupt_replica is None) != (options.corrupt_steps is None):
+        raise ValueError("--corrupt-replica and --corrupt-steps go together")
+    if options.corrupt_replica is not None and options.corrupt_replica >= options.replicas:
+        raise ValueError(
+            f"--corrupt-replica {options.corrupt_replica}: there are only replicas 0 to "
+            f"{options.replicas - 1}"
+        )
+    if options.method == "sync":
+        idle = [name for name in EDIT_OPTIONS if hasattr(options, name)]
+        if idle:
+            flag = "--" + idle[0].replace("_", "-")
+            raise ValueError(f"{flag} has no effect with --method sync")
+    elif getattr(options, "warmup_steps", 0) >= options.steps:
+        raise ValueError(
+            f"--warmup-steps {options.warmup_steps} leaves none of the {options.steps} steps "
+            f"to EDiT; use --method sync for that"
+        )
+
+
+def edit_config(options: argparse.Namespace) -> edit_ext.EDiT:
+    """`sync` is EDiT that never leaves its warm-up: the same hook, the same byte counter.
+
+    Raises ValueError, from EDiT itself, for a setting out of its range.
+    """
+    if options.method == "sync":
+        return edit_ext.EDiT(warmup_steps=options.steps + 1, timeout=options.timeout)
+    given = {name: getattr(options, name) for name in EDIT_OPTIONS if hasattr(options, name)}
+    return edit_ext.EDiT(timeout=options.timeout, **given)
+
+
+def fixed_settings(options: argparse.Namespace) -> dict[str, object]:
+    """The options that make a run what it is: what a resumed run must have in common with it."""
+    return {k: v for k, v in sorted(vars(options).items()) if k not in CHANGEABLE}
+
+
+def number_or_none(text: str) -> float | None:
+    return None if text.lower() in ("none", "off") else float(text)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return value
+
+    number.__name__ = "whole number"  # argparse says: invalid whole number value
+    return number
+
+
+def step_range(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    if not (first.isdigit() and last.isdigit() and int(first) < int(last)):
+        raise argparse.ArgumentTypeError(f"wants A:B with A < B, got {text!r}")
+    return int(first), int(last)
+
+
+# Handed to edit_ext.EDiT as they are; what is not given keeps EDiT's own default.
+EDIT_OPTIONS: dict[str, Kind] = {
+    "sync_every": int,
+    "warmup_steps": int,
+    "outer_lr": float,
+    "outer_momentum": float,
+    "clip_norm": number_or_none,
+    "weighting": str,
+    "temperature": float,
+    "z_threshold": number_or_none,
+    "ema_warmup": int,
+    "prefetch": int,
+    "wire": str,
+}

@@ -1,0 +1,196 @@
+"""Train a byte-level Llama with EDiT: an ordinary PyTorch loop with one `attach`.
+
+edit-ext train --replicas 4 --sync-every 20 --warmup-steps 100
+torchrun --nproc-per-node 4 -m edit_ext.examples.train_lm --sync-every 20 --warmup-steps 100
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # see init_replicas
+from torch import Tensor, nn
+
+import edit_ext
+from edit_ext import launch
+from edit_ext.examples.checkpoint import (
+    ResumeError,
+    clear_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
+from edit_ext.examples.data import Batches, Corpus, DataError, load_corpus, validation_batches
+from edit_ext.examples.model import PRESETS, Llama
+from edit_ext.examples.options import edit_config, fixed_settings, parse_options
+from edit_ext.examples.records import Records
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def train(options: argparse.Namespace, corpus: Corpus, saved: dict[str, Any] | None) -> None:
+    """The run of one replica, from `saved` (its checkpoint) on if there is one."""
+    rank, replicas = init_replicas(options.timeout)
+    if rank == 0 and not saved:
+        clear_checkpoints(Path(options.out))  # before attach, where the ranks meet
+    torch.manual_seed(options.seed)  # the same everywhere: replicas start equal
+    model = build_model(options)
+    optimizer = build_optimizer(model, options)
+    sync = edit_ext.attach(model, optimizer, edit_config(options))
+    start = 0
+    if saved:
+        start = saved["step"]
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        sync.load_state_dict(saved["sync"])
+
+    batches = Batches(
+        corpus.train, batch_size=options.batch_size, seq_len=options.seq_len, seed=options.seed,
+        rank=sync.data_rank, world=sync.data_world,
+    )  # fmt: skip
+    records = Records(options, rank, replicas, start, saved["records"] if saved else None)
+    if not saved:
+        records.begin(model, corpus)
+
+    with sync:
+        for step in range(start, options.steps):
+            lr = set_learning_rate(optimizer, step, options)
+            inputs, targets = next_batch(batches, step, options)
+            loss = model(inputs, targets)
+            loss.backward()
+            if options.grad_clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), options.grad_clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+            done = step + 1
+            records.step(done, loss, lr, sync)
+            if due(done, options.eval_every) and done < options.steps:
+                with records.paused(), sync.anchor_weights():
+                    records.validation(evaluate(model, corpus, options))
+            if due(done, options.checkpoint_every):
+                with records.paused():
+                    save_checkpoint(Path(options.out), rank, {
+                        "step": done, "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(), "sync": sync.state_dict(),
+                        "settings": fixed_settings(options), "records": records.state(sync),
+                    })  # fmt: skip
+    # Leaving `with sync` has ended the last window: all replicas hold the agreed weights.
+    with records.paused():
+        final = evaluate(model, corpus, options)
+    records.end(sync, final)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def init_replicas(timeout: float) -> tuple[int, int]:
+    """(rank, replicas) of this process; a single replica needs no process group.
+
+    torch.distributed.nn must have been imported before: imported later, as the optimizer does, it
+    keeps the process group alive in default arguments. Gloo's threads would then outlive
+    `destroy_process_group`, and one that drops a tensor while Python shuts down aborts the process.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return 0, 1
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def build_model(options: argparse.Namespace) -> Llama:
+    config = dataclasses.replace(PRESETS[options.preset], tied=options.tied)
+    return Llama(config).to(DTYPES[options.dtype])
+
+
+def build_optimizer(model: nn.Module, options: argparse.Namespace) -> torch.optim.AdamW:
+    """AdamW; decay for matrices, none for the gains of norms."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    gains = [p for p in model.parameters() if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": options.weight_decay},
+        {"params": gains, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95))
+
+
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, step: int, options: argparse.Namespace
+) -> float:
+    """Linear rise over --warmup-lr steps, then half a cosine down to --final-lr of it."""
+    rise = min(1.0, (step + 1) / max(1, options.warmup_lr))
+    progress = max(0, step - options.warmup_lr) / max(1, options.steps - options.warmup_lr)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    fall = options.final_lr + (1 - options.final_lr) * cosine
+    lr: float = options.lr * rise * fall
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr
+
+
+def next_batch(batches: Batches, step: int, options: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    """The batch of this step; noise for the replica that --corrupt-replica names."""
+    if options.corrupt_replica == batches.rank:
+        first, last = options.corrupt_steps
+        if first <= step < last:
+            return batches.noise(step)
+    return batches.batch(step)
+
+
+def due(done: int, every: int) -> bool:
+    return bool(every) and done % every == 0
+
+
+def evaluate(model: nn.Module, corpus: Corpus, options: argparse.Namespace) -> float:
+    """Mean validation loss in nats a byte; each rank reads its share, and all ranks must call."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    shares = validation_batches(
+        corpus.validation, batch_size=options.batch_size, seq_len=options.seq_len,
+        count=options.eval_windows, rank=rank, world=world,
+    )  # fmt: skip
+    total = torch.zeros(2, dtype=torch.float64)  # loss summed over bytes, bytes
+    model.eval()
+    with torch.no_grad():
+        for inputs, targets in shares:
+            loss = model(inputs, targets).double()
+            total += torch.stack((loss * targets.numel(), torch.tensor(float(targets.numel()))))
+    model.train()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return float(total[0] / total[1])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 2 after one line on bad input, 130 after Ctrl-C."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse_options(arguments)
+    if options.replicas > 1 and "WORLD_SIZE" not in os.environ:
+        return launch.train(arguments)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        corpus = load_corpus(options.data, window=options.seq_len + 1)
+        saved = None
+        if options.resume:
+            saved = load_checkpoint(Path(options.out), rank, fixed_settings(options))
+    except (DataError, ResumeError) as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # one line a machine
+            print(f"edit-ext train: {error}", file=sys.stderr, flush=True)
+        return 2
+    try:
+        train(options, corpus, saved)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
