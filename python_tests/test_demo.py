@@ -16,7 +16,7 @@ ROW = {
 
 
 def test_the_settings_keep_the_promises():
-    """A few hundred steps, 15 syncs or more, a fifth of the bytes, and the same for both methods."""
+    """A few hundred steps, 15 syncs or more, a fifth of the bytes; the same for both methods."""
     steps, warmup = demo.RUN["--steps"], demo.EDIT["--warmup-steps"]
     syncs = -(-(steps - warmup) // demo.EDIT["--sync-every"])
     assert 200 <= steps <= 1000
