@@ -204,7 +204,9 @@ EDIT_OPTIONS: dict[str, Kind] = {
     "weighting": str,
     "temperature": float,
     "z_threshold": number_or_none,
+    "ema_alpha": float,
     "ema_warmup": int,
+    "max_flags_in_a_row": int,
     "prefetch": int,
     "wire": str,
 }
