@@ -7,7 +7,13 @@ the anchor is the last agreed weights; the pseudo-gradient is anchor - parameter
 local steps between two syncs; a flagged replica is left out of a layer's sync as an outlier.
 """
 
-import torch  # noqa: F401  (first: the compiled part links against it)
+import torch  # first: the compiled part links against it
+
+if torch.distributed.is_available():
+    # Imported after init_process_group, as torch's optimizers do, it keeps the default group alive
+    # in default arguments; Gloo's threads then outlive destroy_process_group, and one that drops a
+    # tensor while Python shuts down aborts the process.
+    import torch.distributed.nn
 
 try:
     from . import _C

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # see init_replicas
 from torch import Tensor, nn
 
 import edit_ext
@@ -93,12 +92,7 @@ def train(options: argparse.Namespace, corpus: Corpus, saved: dict[str, Any] | N
 
 
 def init_replicas(timeout: float) -> tuple[int, int]:
-    """(rank, replicas) of this process; a single replica needs no process group.
-
-    torch.distributed.nn must have been imported before: imported later, as the optimizer does, it
-    keeps the process group alive in default arguments. Gloo's threads would then outlive
-    `destroy_process_group`, and one that drops a tensor while Python shuts down aborts the process.
-    """
+    """(rank, replicas) of this process; a single replica needs no process group."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return 0, 1
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
