@@ -20,6 +20,7 @@ from .heartbeat import Heartbeat
 
 # The heartbeat decides when a peer is lost; the operations themselves wait for a slow one.
 PATIENCE = timedelta(days=365)
+GRACE = 2.0  # seconds for what a peer has sent before it left
 
 
 class ReplicaGroup:
@@ -126,10 +127,17 @@ class ReplicaGroup:
         Raises RuntimeError naming `what` and the peer or the connection that failed.
         """
         pause = 5e-5
+        left_at: float | None = None
         try:
             while not work.is_completed():
                 if self.heartbeat is not None:
                     self.heartbeat.check()
+                    departed = self.heartbeat.departed()
+                    if departed is not None:
+                        # What it sent before it left may still be under way.
+                        left_at = left_at or time.monotonic()
+                        if time.monotonic() - left_at > GRACE:
+                            raise RuntimeError(f"{departed}, but this rank still waits for it")
                 time.sleep(pause)
                 pause = min(pause * 1.5, 2e-3)
             work.wait()

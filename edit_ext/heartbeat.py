@@ -93,6 +93,12 @@ class Heartbeat:
                     return f"{self._name(index)} left after sync {detail}"
         return self.failure
 
+    def departed(self) -> str | None:
+        """A peer that has left the group, if one has, in words."""
+        for index, reached in list(self._left.items()):
+            return f"{self._name(index)} left after sync {reached}"
+        return None
+
     def waiting_for(self, sync_index: int) -> None:
         """This rank takes part in sync `sync_index`: a peer that left before it is a failure."""
         self._waiting_for = sync_index

@@ -46,6 +46,9 @@ def attach(
     start: "check": replicas must have equal values; "broadcast": all take replica 0's.
     comm_wrapper: gets the communicator and returns the one to use; for tests and measurements.
 
+    New weights are in place when a module that owns them runs. A forward that reads a weight before
+    that needs `granularity="model"`; nothing may read weights for autograd before `model(...)`.
+
     Raises TypeError or ValueError, naming the parameter, module, field or replica, on every rank,
     for what cannot work or differs between replicas; RuntimeError when a peer does not come.
     """

@@ -117,6 +117,25 @@ def left() -> tuple[str, float, bool]:
     return result
 
 
+def left_early(warmup_steps: int) -> tuple[str, float, bool]:
+    """Rank 1 detaches after one step: in the warm-up, or before the layers' order is agreed."""
+
+    def loop() -> None:
+        model = make_net()
+        optimizer = sgd(model)
+        config = plain(timeout=TIMEOUT, warmup_steps=warmup_steps)
+        sync = edit_ext.attach(model, optimizer, config)
+        for t in range(9):
+            train_step(model, optimizer, rank(), t)
+            if rank() == 1:
+                sync.detach()
+                return
+
+    result = survive(loop)
+    dist.barrier()
+    return result
+
+
 def replaced() -> tuple[str, float, bool]:
     """Rank 1 finds a parameter replaced and raises; rank 0 must hear of it."""
 
@@ -181,6 +200,15 @@ def test_rank_that_leaves(ranks: Ranks) -> None:
     survivor, leaver = ranks.run(2, left, seconds=30)
     assert leaver[0] == "no error"
     assert "rank 1" in survivor[0] and "sync 2" in survivor[0], survivor[0]
+    assert survivor[1] < TIMEOUT + 3
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1, 100])
+def test_rank_that_leaves_before_the_first_sync(ranks: Ranks, warmup_steps: int) -> None:
+    """Nor do the peers hang where no sync has been agreed on yet."""
+    survivor, leaver = ranks.run(2, left_early, warmup_steps, seconds=30)
+    assert leaver[0] == "no error"
+    assert "replica 1 (rank 1) left after sync 0" in survivor[0], survivor[0]
     assert survivor[1] < TIMEOUT + 3
 
 

@@ -163,9 +163,10 @@ void Layer::finish() {
                              "in every sync, in the same order");
   }
   if (status & kDisagree) {
-    throw std::runtime_error(at +
-                             "ranks came to different decisions; settings or detector state "
-                             "differ between replicas");
+    throw std::runtime_error(
+        at +
+        "ranks came to different decisions; settings (outer_lr, perhaps) or detector "
+        "state differ between replicas");
   }
   if (status & kNonFinite) {
     throw std::runtime_error(at + "replica " + std::to_string(f->decision.culprit) +
