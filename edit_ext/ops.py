@@ -16,8 +16,8 @@ what was expected.
         clip by norm2 (float64 [1], the squared norm of the merged layer; Eq. 4), then SGD.
     write_back(anchor, params!)
         param = anchor rounded to the parameter's dtype.
-    stream(kind, a, b, out!) -> sum
-        the benchmarks' yardstick: 0 out = a, 1 out = a + 2 b, 2 reads a.
+    stream(kind, a, b, out!) -> sumsq
+        the benchmarks' yardstick: 0 out = a, 1 out = a + 2 b, 2 the sum of squares of a.
 """
 
 from __future__ import annotations

@@ -28,16 +28,19 @@ EDIT_HD float pseudo_grad(Team team, int n, const float* anchor, const T* param,
 }
 
 // Step 5, Eq. 3: merged = sum over r of w_r * g_r, in replica order, fp32. A replica of weight
-// zero is not read: 0 * NaN would be NaN.
+// zero is not read: 0 * NaN would be NaN. R > 0 promises that there are R replicas, all of them
+// accepted; the loop over them then has no branch and keeps R streams going.
 // pieces: [replicas] pointers to [n]; merged: [n].
-template <class W, class Team>
+template <int R, class W, class Team>
 EDIT_HD float merge(Team team, int n, int replicas, const W* const* pieces, const float* weights,
                     float* merged) {
+  const int count = R > 0 ? R : replicas;
   return team.sum_squares(n, [=](auto v, int j) {
     using V = decltype(v);
     V sum = V::all(0.0f);
-    for (int r = 0; r < replicas; ++r) {
-      if (weights[r] != 0.0f) sum = sum + V::all(weights[r]) * V::load(pieces[r] + j);
+#pragma GCC unroll 8
+    for (int r = 0; r < count; ++r) {
+      if (R > 0 || weights[r] != 0.0f) sum = sum + V::all(weights[r]) * V::load(pieces[r] + j);
     }
     team.put(merged + j, sum);
     return sum;

@@ -22,7 +22,7 @@ struct Kernels {
   void (*gram)(int n, int replicas, const float* anchor, const float* const* params, float* out);
   void (*stacked_step)(int n, int replicas, OuterStep o, const float* weights, float* anchor,
                        float* momentum, float* const* params, bool stream);
-  // Yardstick of the benchmarks: 0 out = a, 1 out = a + 2 b, 2 returns the sum of a.
+  // Yardstick of the benchmarks: 0 out = a, 1 out = a + 2 b, 2 returns the sum of squares of a.
   float (*stream)(int kind, int n, const float* a, const float* b, float* out);
 };
 

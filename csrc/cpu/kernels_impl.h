@@ -41,10 +41,22 @@ struct Table {
 
   static float merge(int n, int replicas, Wire wire, const void* const* pieces,
                      const float* weights, float* merged, bool stream) {
+    bool all = true;
+    for (int r = 0; r < replicas; ++r) all = all && weights[r] != 0.0f;
     return with_wire(wire, [=](auto w) {
       using W = decltype(w);
-      return edit_ext::merge<W>(Team<V>{stream}, n, replicas,
-                                reinterpret_cast<const W* const*>(pieces), weights, merged);
+      const Team<V> team{stream};
+      const auto* from = reinterpret_cast<const W* const*>(pieces);
+      if (all && replicas == 2) {
+        return edit_ext::merge<2>(team, n, replicas, from, weights, merged);
+      }
+      if (all && replicas == 4) {
+        return edit_ext::merge<4>(team, n, replicas, from, weights, merged);
+      }
+      if (all && replicas == 8) {
+        return edit_ext::merge<8>(team, n, replicas, from, weights, merged);
+      }
+      return edit_ext::merge<0>(team, n, replicas, from, weights, merged);
     });
   }
 
