@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -130,6 +130,8 @@ def check_optimizers(
     given: list[torch.optim.Optimizer]
     if isinstance(optimizers, torch.optim.Optimizer):
         given = [optimizers]
+    elif not isinstance(optimizers, Iterable):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list, not {optimizers!r}")
     else:
         given = list(optimizers)
     if not given:

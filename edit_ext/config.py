@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import asdict, dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 WEIGHTINGS = ("softmax", "uniform", "steps")
@@ -59,14 +61,14 @@ class EDiT:
         self._integer("warmup_steps", 0)
         self._integer("ema_warmup", 2)
         self._integer("max_flags_in_a_row", 1)
-        self._integer("prefetch", 0)
-        self._number("outer_lr", 0.0, math.inf)
+        self._integer("prefetch", 0, 1_000_000)
+        self._number("outer_lr", 0.0, 1e3, high_included=True)
         self._number("outer_momentum", 0.0, 1.0, low_included=True)
         self._number("clip_norm", 0.0, math.inf, optional=True)
         self._number("temperature", 0.0, math.inf)
         self._number("z_threshold", 0.0, math.inf, optional=True)
         self._number("ema_alpha", 0.0, 1.0)
-        self._number("timeout", 0.0, math.inf)
+        self._number("timeout", 0.0, 1e6, high_included=True, unit=" seconds (about 11 days)")
         self._choice("weighting", WEIGHTINGS)
         self._choice("granularity", GRANULARITIES)
         self._choice("wire", WIRES)
@@ -106,12 +108,16 @@ class EDiT:
             "max_flags_in_a_row": self.max_flags_in_a_row,
         }
 
-    def _integer(self, name: str, low: int) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer, but is {value!r}.")
+    def _integer(self, name: str, low: int, high: int | None = None) -> None:
+        given = getattr(self, name)
+        if isinstance(given, bool) or not isinstance(given, Integral):
+            raise TypeError(f"{name} must be an integer, but is {given!r}.")
+        value = operator.index(given)
         if value < low:
             raise ValueError(f"{name} must be at least {low}, but is {value}.")
+        if high is not None and value > high:
+            raise ValueError(f"{name} must be at most {high}, but is {value}.")
+        object.__setattr__(self, name, value)  # NumPy's integers too become plain ones
 
     def _number(
         self,
@@ -120,19 +126,29 @@ class EDiT:
         high: float,
         *,
         low_included: bool = False,
+        high_included: bool = False,
         optional: bool = False,
+        unit: str = "",
     ) -> None:
-        value = getattr(self, name)
-        if value is None and optional:
+        given = getattr(self, name)
+        if given is None and optional:
             return
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(given, bool) or not isinstance(given, Real):
             extra = " or None" if optional else ""
-            raise TypeError(f"{name} must be a number{extra}, but is {value!r}.")
+            raise TypeError(f"{name} must be a number{extra}, but is {given!r}.")
+        try:
+            value = float(given)
+        except OverflowError:  # an int beyond the range of float
+            value = math.inf
         above = value >= low if low_included else value > low
-        if not (above and value < high):
+        below = value <= high if high_included else value < high
+        if not (above and below):
             floor = f"at least {low:g}" if low_included else f"above {low:g}"
-            ceiling = "finite" if high == math.inf else f"below {high:g}"
-            raise ValueError(f"{name} must be {floor} and {ceiling}, but is {value!r}.")
+            ceiling = f"at most {high:,.0f}{unit}" if high_included else f"below {high:g}"
+            ceiling = "finite" if high == math.inf else ceiling
+            raise ValueError(f"{name} must be {floor} and {ceiling}, but is {given!r}.")
+        if not isinstance(given, int):
+            object.__setattr__(self, name, value)  # NumPy's numbers too become plain ones
 
     def _choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)

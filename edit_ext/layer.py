@@ -98,6 +98,9 @@ def _chosen(
 ) -> list[str]:
     """Names of the modules that are layers, before the leftovers."""
     if layers is not None:
+        if isinstance(layers, str) or not isinstance(layers, Iterable):
+            said = f"the string {layers!r}" if isinstance(layers, str) else repr(layers)
+            raise TypeError(f"layers must be a list of module names or modules, not {said}")
         chosen = [_resolve(item, modules) for item in layers]
         for name in chosen:
             inside = [other for other in chosen if other != name and _within(name, other)]

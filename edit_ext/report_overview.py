@@ -9,6 +9,8 @@ from typing import Any
 from .report_read import Record, Run, number
 from .report_style import colour, dash, nothing_to_show, prefix_ticks, scaled
 
+SMOOTHED_FROM = 12  # points of a training curve; with fewer each counts
+
 
 def draw_overview(fig: Any, runs: list[Run]) -> None:
     """Fill a matplotlib (sub)figure: loss curves, their last half enlarged, bytes and speed."""
@@ -59,14 +61,22 @@ def smooth(values: list[float], share: float = 0.05) -> list[float]:
 
 
 def draw_curves(ax: Any, runs: list[Run]) -> list[tuple[float, float]]:
-    """Both losses of all runs; returns the points drawn, training losses as smoothed."""
+    """Both losses of all runs; returns the points drawn, training losses as drawn."""
     drawn: list[tuple[float, float]] = []
     for i, run in enumerate(runs):
         tokens, loss = points(run.train, "loss")
         if tokens:
-            curve = smooth(loss)
-            label = None if run.val else run.name
-            ax.plot(tokens, curve, color=colour(i), lw=1.1, alpha=0.65, ls=dash(i), label=label)
+            curve = smooth(loss) if len(loss) >= SMOOTHED_FROM else loss
+            ax.plot(
+                tokens,
+                curve,
+                color=colour(i),
+                lw=1.1,
+                alpha=0.65,
+                ls=dash(i),
+                marker="." if len(tokens) < 2 else None,
+                label=None if run.val else run.name,
+            )
             drawn += zip(tokens, curve, strict=True)
         tokens, loss = points(run.val, "val_loss")
         if tokens:
@@ -87,8 +97,10 @@ def draw_curves(ax: Any, runs: list[Run]) -> list[tuple[float, float]]:
 
 
 def draw_loss(ax: Any, runs: list[Run]) -> None:
-    """Validation loss as dots, training loss as a thin smoothed line, against tokens."""
-    ax.set_title("Loss (dots: validation; thin: training)")
+    """Validation loss as dots, training loss as a thin line, against tokens."""
+    smoothed = any(len(points(run.train, "loss")[1]) >= SMOOTHED_FROM for run in runs)
+    thin = "thin: training, smoothed" if smoothed else "thin: training"
+    ax.set_title(f"Loss (dots: validation; {thin})")
     drawn = draw_curves(ax, runs)
     finite = [y for _, y in drawn if math.isfinite(y)]
     if not finite:
@@ -110,7 +122,7 @@ def draw_loss(ax: Any, runs: list[Run]) -> None:
     if hidden:
         ax.set_ylim(min(finite) - 0.05 * (top - min(finite)), top)
         ax.set_title(
-            f"Loss (dots: validation; thin: training)\n{hidden} points above the axis or not finite"
+            f"Loss (dots: validation; {thin})\n{hidden} points above the axis or not finite"
         )
     prefix_ticks(ax.xaxis)
 
@@ -158,11 +170,15 @@ def draw_bars(
     text: Callable[[float], str],
     better: str,
 ) -> None:
-    """One bar a run with its number beside it, and its ratio to the worst run."""
+    """One bar a run with its number beside it, and its ratio to the worst run.
+
+    Runs of one method differ in speed by the machine's noise, so their ratio is left out.
+    """
     known = [v for v in values if math.isfinite(v)]
     ax.set_title(title)
     ax.set_yticks(range(len(runs)), [run.name for run in runs])
     ax.set_ylim(len(runs) - 0.5, -0.5)
+    compared = better == "less" or len({run.method for run in runs}) == len(runs)
     worst = (max if better == "less" else min)(known) if known else math.nan
     for i, value in enumerate(values):
         if not math.isfinite(value):
@@ -170,7 +186,8 @@ def draw_bars(
             continue
         ax.barh(i, value, height=0.6, color=colour(i))
         ratio = worst / value if better == "less" and value > 0 else value / worst if worst else 1.0
-        note = f"  {ratio:.1f}x {better}" if ratio >= 1.05 and math.isfinite(ratio) else ""
+        telling = compared and ratio >= 1.05 and math.isfinite(ratio)
+        note = f"  {ratio:.1f}x {better}" if telling else ""
         open_end = "" if runs[i].summary else " so far" if better == "less" else ""
         ax.text(value, i, f" {text(value)}{open_end}{note}", va="center")
     ax.set_xlim(0, 1.75 * max(known) if known and max(known) > 0 else 1.0)

@@ -45,6 +45,7 @@ def draw_weights(ax: Any, run: Run) -> None:
             color=colour(replica),
             ls=dash(replica),
             lw=1.8,
+            marker="o" if len(x) < 2 else None,
         )
         if run.replicas <= MAX_REPLICAS:
             ax.fill_between(
@@ -69,7 +70,8 @@ def draw_clip(ax: Any, run: Run) -> None:
     ax.set_title("Clip factor\n(median and range over layers)")
     x, rows = by_sync(run, lambda r: None if r.get("skip") else r.get("clip"))
     if x:
-        ax.plot(x, [statistics.median(row) for row in rows], color=BLUE, lw=1.8)
+        marker = "o" if len(x) < 2 else None
+        ax.plot(x, [statistics.median(row) for row in rows], color=BLUE, lw=1.8, marker=marker)
         ax.fill_between(
             x, [min(row) for row in rows], [max(row) for row in rows], color=BLUE, alpha=0.15, lw=0
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,6 +11,11 @@ import torch
 from .engine import Engine
 
 FORMAT = 1
+KEYS = (
+    "method", "config", "outer_lr", "replica", "replicas", "step", "sync_index", "window_steps",
+    "anchored", "armed", "order", "anchors", "layers",
+)  # fmt: skip
+LAYER_KEYS = ("params", "momentum_piece", "detector")
 
 
 def state_dict(engine: Engine) -> dict[str, Any]:
@@ -75,12 +81,19 @@ def _refuse_open_sync(engine: Engine, what: str) -> None:
         raise RuntimeError(f"{what} while a sync is in progress; call it after optimizer.step()")
 
 
+def _refuse_missing(what: str, holder: dict[str, Any], keys: Iterable[str]) -> None:
+    missing = [repr(key) for key in keys if key not in holder]
+    if missing:
+        raise ValueError(f"{what} lacks {', '.join(missing)}, which Handle.state_dict() has saved")
+
+
 def _check(engine: Engine, state: dict[str, Any]) -> None:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise ValueError(
             f"this is no state of format {FORMAT} from Handle.state_dict(): format is {found!r}"
         )
+    _refuse_missing("the state", state, KEYS)
     here = {
         "method": "EDiT",
         "replicas": engine.group.size,
@@ -96,11 +109,13 @@ def _check(engine: Engine, state: dict[str, Any]) -> None:
         saved = state["layers"].get(unit.name)
         if saved is None:
             raise ValueError(f"the state lacks the layer {unit.name!r}")
+        _refuse_missing(f"layer {unit.name!r} in the state", saved, LAYER_KEYS)
         if saved["params"] != list(unit.params):
             raise ValueError(
                 f"layer {unit.name!r} has the parameters {list(unit.params)}, "
                 f"in the state {saved['params']}"
             )
+        _refuse_missing("'anchors' in the state", state["anchors"], unit.params)
         for name, param in unit.params.items():
             shape = tuple(state["anchors"][name].shape)
             if shape != tuple(param.shape):

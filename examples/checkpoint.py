@@ -7,6 +7,7 @@ moves only after all ranks have written: a run killed in between resumes from th
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ LATEST = "latest"
 
 
 class ResumeError(ValueError):
-    """There is no checkpoint, or it belongs to another run. The message is one line."""
+    """There is no checkpoint, it is damaged, or of another run. The message is one line."""
 
 
 def save_checkpoint(out: Path, rank: int, state: dict[str, Any]) -> None:
@@ -52,7 +53,8 @@ def clear_checkpoints(out: Path) -> None:
 def load_checkpoint(out: Path, rank: int, settings: dict[str, object]) -> dict[str, Any]:
     """This rank's part of the last complete checkpoint.
 
-    Raises ResumeError when there is none, or when its ``settings`` differ from `settings`.
+    Raises ResumeError when there is none, when its file is damaged, or when its ``settings``
+    differ from `settings`.
     """
     pointer = out / "checkpoints" / LATEST
     if not pointer.exists():
@@ -60,7 +62,12 @@ def load_checkpoint(out: Path, rank: int, settings: dict[str, object]) -> dict[s
     path = pointer.parent / pointer.read_text().strip() / f"rank_{rank}.pt"
     if not path.exists():
         raise ResumeError(f"--resume: {path} is missing; was it another number of replicas?")
-    state = torch.load(path, weights_only=True, map_location="cpu")
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+    except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ResumeError(
+            f"--resume: {path} is damaged or cut short, and cannot be read"
+        ) from error
     then = state["settings"]
     for name in sorted(then.keys() | settings.keys()):
         if then.get(name) != settings.get(name):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read and check the command line; `arguments` None means sys.argv.
 
-    A mistake, missing data included, prints one line and raises SystemExit(2).
+    A mistake, missing data included, prints one line and raises SystemExit(2). Creates --out.
     """
     parser = build_parser()
     options = parser.parse_args(arguments)
@@ -42,6 +44,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         check_options(options)
         edit_config(options)
         check_data(options.data)
+        if os.environ.get("RANK", "0") == "0":
+            prepare_folder(Path(options.out))
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     return options
@@ -66,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--eval-windows", at_least(1), 256, "held-out windows of --seq-len bytes to evaluate on")
     add("--log-every", at_least(1), 10, "steps")
     add("--tensorboard", None, None, "write TensorBoard files too")
-    add("--timeout", float, 600.0, "seconds a peer may be silent")
+    add("--timeout", number, 600.0, "seconds a peer may be silent")
 
     add = _adder(parser, "model and data")
     add("--preset", str, "tiny", "size of the model", choices=tuple(PRESETS))
@@ -80,10 +84,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     add = _adder(parser, "inner optimizer (AdamW)")
     add("--steps", at_least(1), 1000, "optimizer steps of each replica")
-    add("--lr", float, 2e-3, "the learning rate at its peak")
+    add("--lr", number, 2e-3, "the learning rate at its peak")
     add("--warmup-lr", at_least(0), 40, "steps in which the learning rate rises to it")
-    add("--final-lr", float, 0.1, "part of --lr that is left at the end; 1 = no decay")
-    add("--weight-decay", float, 0.1, "of matrices")
+    add("--final-lr", number, 0.1, "part of --lr that is left at the end; 1 = no decay")
+    add("--weight-decay", number, 0.1, "of matrices")
     add("--grad-clip", number_or_none, 1.0, "largest norm of a replica's gradient; none = off")
 
     add = _adder(parser, "EDiT (its own default where nothing is given)")
@@ -126,11 +130,20 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--lr must be positive, got {options.lr}")
     if not 0 <= options.final_lr <= 1:
         raise ValueError(f"--final-lr must be between 0 and 1, got {options.final_lr}")
+    if options.weight_decay < 0:
+        raise ValueError(f"--weight-decay must be at least 0, got {options.weight_decay}")
+    if options.grad_clip is not None and options.grad_clip <= 0:
+        raise ValueError(
+            f"--grad-clip must be positive, got {options.grad_clip}; none switches it off"
+        )
     if options.timeout <= 0:
         raise ValueError(f"--timeout must be positive, got {options.timeout}")
     if options.tensorboard and tensorboard_missing():
         raise ValueError("--tensorboard needs the package tensorboard: pip install tensorboard")
-    found = (Path(options.out) / METRICS).exists()
+    try:
+        found = (Path(options.out) / METRICS).exists()
+    except OSError as error:
+        raise ValueError(f"--out {options.out} cannot be read: {error.strerror}") from error
     first = os.environ.get("RANK", "0") == "0"  # it makes that file while others still start
     if first and found and not (options.resume or options.overwrite):
         raise ValueError(
@@ -156,6 +169,16 @@ def check_options(options: argparse.Namespace) -> None:
         )
 
 
+def prepare_folder(out: Path) -> None:
+    """Create the folder of a run. Raises ValueError if no file can be made in it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be written to: {error.strerror}") from error
+
+
 def edit_config(options: argparse.Namespace) -> edit_ext.EDiT:
     """`sync` is EDiT that never leaves its warm-up: the same hook, the same byte counter.
 
@@ -172,8 +195,15 @@ def fixed_settings(options: argparse.Namespace) -> dict[str, object]:
     return {k: v for k, v in sorted(vars(options).items()) if k not in CHANGEABLE}
 
 
+def number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"must be finite, got {text}")
+    return value
+
+
 def number_or_none(text: str) -> float | None:
-    return None if text.lower() in ("none", "off") else float(text)
+    return None if text.lower() in ("none", "off") else number(text)
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edit_ext import EDiT
@@ -45,24 +46,32 @@ def test_defaults() -> None:
         ("outer_lr", 0.0, ValueError),
         ("outer_lr", math.nan, ValueError),
         ("outer_lr", math.inf, ValueError),
+        ("outer_lr", 1001, ValueError),
         ("outer_lr", "0.7", TypeError),
+        ("outer_lr", np.True_, TypeError),
         ("outer_momentum", 1.5, ValueError),
         ("outer_momentum", 1.0, ValueError),
         ("outer_momentum", -0.1, ValueError),
         ("nesterov", 1, TypeError),
         ("clip_norm", 0.0, ValueError),
+        ("clip_norm", math.inf, ValueError),
+        ("clip_norm", 10**400, ValueError),
         ("clip_norm", "ten", TypeError),
         ("weighting", "mean", ValueError),
         ("temperature", 0, ValueError),
+        ("temperature", math.inf, ValueError),
         ("z_threshold", -3.0, ValueError),
         ("ema_alpha", 1.0, ValueError),
         ("ema_alpha", 0.0, ValueError),
         ("ema_warmup", 1, ValueError),
         ("max_flags_in_a_row", 0, ValueError),
         ("prefetch", -1, ValueError),
+        ("prefetch", 1_000_001, ValueError),
+        ("prefetch", np.float32(2), TypeError),
         ("granularity", "tensor", ValueError),
         ("wire", "fp16", ValueError),
         ("timeout", 0, ValueError),
+        ("timeout", 1.1e6, ValueError),
         ("average_buffers", None, TypeError),
     ],
 )
@@ -85,6 +94,29 @@ def test_option_without_effect(fields: dict[str, Any]) -> None:
     """An option that another one switches off is an error, not silence."""
     with pytest.raises(ValueError, match="has no effect"):
         EDiT(**fields)
+
+
+def test_numpy_numbers() -> None:
+    """Scalars of NumPy are taken, and become plain numbers, which a state can hold."""
+    config = EDiT(
+        sync_every=np.int64(4),  # type: ignore[arg-type]
+        prefetch=np.uint8(3),  # type: ignore[arg-type]
+        outer_lr=np.float32(0.5),  # type: ignore[arg-type]
+        timeout=np.int32(60),  # type: ignore[arg-type]
+        clip_norm=np.float64(2),
+    )
+    plain = EDiT(sync_every=4, prefetch=3, outer_lr=0.5, timeout=60.0, clip_norm=2.0)
+    assert config == plain
+    assert {type(value) for value in config.as_dict().values()} == {int, float, bool, str}
+
+
+def test_largest_values() -> None:
+    """The upper bounds themselves are allowed."""
+    config = EDiT(prefetch=1_000_000, timeout=1e6, outer_lr=1e3)
+    with pytest.raises(
+        ValueError, match=r"at most 1,000,000 seconds \(about 11 days\), but is 10000000"
+    ):
+        dataclasses.replace(config, timeout=1e7)
 
 
 def test_unknown_option() -> None:

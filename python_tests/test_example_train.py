@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from edit_ext.examples import train_lm
+from edit_ext.examples.checkpoint import save_checkpoint
 from edit_ext.examples.runlog import RunLog
 
 SMALL = [
@@ -122,6 +123,13 @@ def test_checkpoints_load_without_running_code(text, tmp_path):
         (["--corrupt-replica", "2", "--corrupt-steps", "1:2"], "only replicas 0 to 0"),
         (["--corrupt-steps", "5:2"], "wants A:B with A < B, got '5:2'"),
         (["--lr", "-1"], "--lr must be positive, got -1.0"),
+        (["--lr", "nan"], "argument --lr: must be finite, got nan"),
+        (["--weight-decay", "inf"], "argument --weight-decay: must be finite, got inf"),
+        (["--weight-decay", "-1"], "--weight-decay must be at least 0, got -1.0"),
+        (["--grad-clip", "nan"], "argument --grad-clip: must be finite, got nan"),
+        (["--grad-clip", "0"], "--grad-clip must be positive, got 0.0; none switches it off"),
+        (["--out", "text.txt"], "--out text.txt cannot be written to: File exists"),
+        (["--out", "text.txt/run"], "cannot be written to: Not a directory"),
         (["--steps", "0"], "must be at least 1, got 0"),
         (["--resume"], "holds no checkpoint"),
         (["--no-such-option"], "unrecognized arguments: --no-such-option"),
@@ -160,13 +168,25 @@ def test_a_resume_with_other_settings_is_refused(text, tmp_path, capsys):
     assert "made with --lr 0.003, this run has 0.1" in capsys.readouterr().err
 
 
-def test_a_corrupt_replica_sees_noise_in_its_steps_only(text, monkeypatch):
+@pytest.mark.parametrize("size", [0, 1000])
+def test_a_damaged_checkpoint_is_named(text, tmp_path, capsys, size):
+    """A file that is empty or cut short is one line with its path."""
+    out = tmp_path / "run"
+    save_checkpoint(out, 0, {"step": 5, "settings": {}, "model": torch.zeros(1000)})
+    path = out / "checkpoints" / "step_5" / "rank_0.pt"
+    os.truncate(path, size)
+    assert train_lm.main(["--data", text, "--out", str(out), "--resume"]) == 2
+    printed = capsys.readouterr().err
+    assert f"{path} is damaged or cut short" in printed and printed.count("\n") == 1
+
+
+def test_a_corrupt_replica_sees_noise_in_its_steps_only(text, tmp_path, monkeypatch):
     """Inputs and targets are random bytes from step A up to, not including, B."""
     from edit_ext.examples.data import Batches, load_corpus
     from edit_ext.examples.options import parse_options
 
-    options = parse_options(["--data", text, "--replicas", "2", "--corrupt-replica", "1",
-                             "--corrupt-steps", "3:5"])  # fmt: skip
+    options = parse_options(["--data", text, "--out", str(tmp_path), "--replicas", "2",
+                             "--corrupt-replica", "1", "--corrupt-steps", "3:5"])  # fmt: skip
     corpus = load_corpus([text], window=33)
     for rank in (0, 1):
         stream = Batches(corpus.train, batch_size=2, seq_len=32, seed=0, rank=rank, world=2)

@@ -126,6 +126,15 @@ def test_bad_layers(layers: list[Any], kind: type[Exception], words: str) -> Non
         split(make_net(), layers=layers)
 
 
+@pytest.mark.parametrize(("layers", "said"), [("12", "the string '12'"), (3, "3")])
+def test_layers_is_a_list(layers: Any, said: str) -> None:
+    """A string is not read as a list of its characters."""
+    with pytest.raises(TypeError) as caught:
+        split(make_net(), layers=layers)
+    expected = "layers must be a list of module names or modules"
+    assert str(caught.value) == f"{expected}, not {said}"
+
+
 def test_frozen_parameters_are_left_out() -> None:
     """A frozen parameter belongs to no layer; a layer without trainable ones is none."""
     model = make_net()
@@ -231,6 +240,9 @@ def test_refused_arguments() -> None:
         edit_ext.attach(make_net, optimizer, config)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer"):
         edit_ext.attach(model, [3], config)  # type: ignore[list-item]
+    for wrong in (None, 3):
+        with pytest.raises(TypeError, match=f"optimizer must be a .* or a list, not {wrong}"):
+            edit_ext.attach(model, wrong, config)  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=r"optimizer 1 \(SGD\) steps a parameter of shape \(3, 2\)"
     ):

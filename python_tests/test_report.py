@@ -13,7 +13,8 @@ import pytest
 
 from edit_ext import report as report_module
 from edit_ext.report import main, report
-from edit_ext.report_overview import bytes_sent, smooth
+from edit_ext.report_overview import SMOOTHED_FROM, bytes_sent, draw_bars, draw_loss, smooth
+from edit_ext.report_panels import draw_clip, draw_weights
 from edit_ext.report_read import ReportError, read_run, short_names
 from edit_ext.report_sync import MAX_LAYERS, flag_count, shown_layers
 
@@ -253,6 +254,46 @@ def test_many_layers_show_the_flagged_ones(tmp_path: Path) -> None:
         and shown == [x for x in run.layers if x in shown]
     )
     assert flag_count(run)["layers.17", 1] == 1
+
+
+def axes() -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure().add_subplot()
+
+
+def test_a_single_point_is_visible(tmp_path: Path) -> None:
+    """A line of one point has a marker, a longer one has none."""
+    run = read_run(write_run(tmp_path / "x"))
+    everything, indices = run.sync, run.sync_indices
+    for count, marker in ((2, "None"), (1, "o")):
+        run.sync = [r for r in everything if r["sync_index"] in indices[:count]]
+        for draw in (draw_weights, draw_clip):
+            draw(ax := axes(), run)
+            assert ax.lines[0].get_marker() == marker
+    run.train, run.val = run.train[:1], []
+    draw_loss(ax := axes(), [run])
+    assert [line.get_marker() for line in ax.lines] == ["."]
+
+
+def test_few_training_losses_are_not_smoothed(tmp_path: Path) -> None:
+    """The title says whether the training curve is smoothed."""
+    run = read_run(write_run(tmp_path / "x"))
+    for count in (SMOOTHED_FROM - 1, SMOOTHED_FROM):
+        run.train = [{"tokens": i, "loss": 2.0 + (i == 0)} for i in range(count)]
+        draw_loss(ax := axes(), [run])
+        smoothed = count == SMOOTHED_FROM
+        assert ("smoothed" in ax.get_title()) == smoothed
+        assert (ax.lines[0].get_ydata()[0] != 3.0) == smoothed
+
+
+def test_speeds_of_one_method_are_not_compared(tmp_path: Path) -> None:
+    """The ratio of two speeds is printed for runs of different methods only."""
+    a = read_run(write_run(tmp_path / "a", "edit"))
+    for method, compared in (("edit", False), ("sync", True)):
+        b = read_run(write_run(tmp_path / method, method))
+        draw_bars(ax := axes(), [a, b], [1.0, 2.0], "speed", str, better="faster")
+        assert any("2.0x faster" in text.get_text() for text in ax.texts) == compared
 
 
 def test_names_and_smoothing(tmp_path: Path) -> None:

@@ -73,6 +73,13 @@ def test_state_that_does_not_fit() -> None:
         sync.load_state_dict({"step": 3})
     with pytest.raises(ValueError, match="the state has replicas 4, this run has 1"):
         sync.load_state_dict({**state, "replicas": 4})
+    for key in set(state) - {"format"}:
+        with pytest.raises(ValueError, match=f"the state lacks '{key}', which"):
+            sync.load_state_dict({k: v for k, v in state.items() if k != key})
+    with pytest.raises(ValueError, match="'anchors' in the state lacks 'scale'"):
+        sync.load_state_dict({**state, "anchors": {}})
+    with pytest.raises(ValueError, match="layer 'stem' in the state lacks 'params'"):
+        sync.load_state_dict({**state, "layers": {**state["layers"], "stem": {}}})
     small = Net(spare=False)
     other = edit_ext.attach(small, sgd(small), plain())
     with pytest.raises(ValueError, match="layer 'spare' that this model lacks"):
