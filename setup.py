@@ -7,6 +7,7 @@ that we have not seen are no longer errors), EDIT_EXT_CUDA (0 or 1).
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -43,6 +44,9 @@ TORCH_SOURCES = [
 # files set their own target, so that nothing else is compiled for a machine that may not be there.
 CXX_FLAGS = ["-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden"]
 CXX_WARNINGS = ["-Wall", "-Wextra", "-Werror"]
+# at::parallel_for is inline and runs on one thread, without a word, where OpenMP is off.
+# csrc/torch/policy.cpp refuses to compile then.
+OPENMP = "-fopenmp"
 
 
 def stop(sentence: str) -> None:
@@ -97,6 +101,18 @@ def import_torch():
     return torch
 
 
+def compiler_version() -> str:
+    """What the compiler says of itself; empty when it cannot be run (the build then says more)."""
+    from torch.utils.cpp_extension import get_cxx_compiler
+
+    try:
+        return subprocess.run(
+            [*get_cxx_compiler().split(), "--version"], capture_output=True, text=True, timeout=60
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
 def extension(torch) -> setuptools.Extension:
     from torch.utils.cpp_extension import include_paths, library_paths
 
@@ -106,6 +122,10 @@ def extension(torch) -> setuptools.Extension:
     # ninja does not look at the age of system headers; the version in the command line makes a
     # changed torch recompile everything.
     flags.append(f"-DEDIT_EXT_TORCH_VERSION={torch.__version__}")
+    flags.append(OPENMP)
+    # With g++ the calls must land in the OpenMP library that torch has loaded (its threads, its
+    # set_num_threads), so we name none; clang's calls have other names and need its own.
+    clang = "clang" in compiler_version()
     return setuptools.Extension(
         "edit_ext._C",
         sources=CPU_SOURCES + COMM_SOURCES + TORCH_SOURCES,
@@ -113,6 +133,7 @@ def extension(torch) -> setuptools.Extension:
         library_dirs=library_paths(),
         libraries=["c10", "torch", "torch_cpu", "torch_python"],
         extra_compile_args=flags,
+        extra_link_args=[OPENMP] if clang else [],
         language="c++",
     )
 

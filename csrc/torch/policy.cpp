@@ -73,6 +73,10 @@ at::Tensor flags_of(const std::vector<PerReplica>& replicas) {
   return t;
 }
 
+#ifndef _OPENMP
+#error "edit_ext needs OpenMP (-fopenmp): at::parallel_for would run on one thread"
+#endif
+
 cpu::CpuDevice& cpu_device() {
   static auto* device = new cpu::CpuDevice([](int64_t n, const cpu::Body& body) {
     at::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) { body(begin, end); });
