@@ -77,6 +77,7 @@ def _threads() -> Section:
     return {
         "usable_cores": usable,
         "torch_threads": torch.get_num_threads(),
+        "kernel_threads": _C.kernel_threads(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
     }
 

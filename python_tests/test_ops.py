@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from edit_ext import ops, reference
+from edit_ext import _C, ops, reference
 
 POLICY = {
     "weighting": "softmax",
@@ -54,6 +54,17 @@ def test_pseudo_grad_equals_reference(dtype: torch.dtype, wire: torch.dtype) -> 
     want = [a.to(dtype).double() - p.double() for a, p in zip(anchor, params, strict=True)]
     assert torch.equal(send, flat([w.float() for w in want]).to(wire))
     assert sumsq.item() == pytest.approx(joined(want).square().sum().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_passes_run_on_as_many_threads_as_torch_uses(threads: int) -> None:
+    """Without OpenMP at build time torch's parallel_for runs on one thread and says nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert _C.kernel_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_golden_sync_through_the_steps() -> None:

@@ -60,7 +60,7 @@ using Record = std::vector<std::vector<std::vector<std::vector<std::vector<float
 
 void run_rank(const Mesh& mesh, int r, int s, Wire wire, Record& record, Record& anchors) {
   const Mesh::Seat seat = mesh.seat(r, s);
-  cpu::CpuDevice device;
+  cpu::CpuDevice device(two_threads);
   cpu::Worker worker;
   std::vector<std::unique_ptr<RankLayer>> layers;
   for (size_t l = 0; l < kLayers.size(); ++l) {

@@ -5,10 +5,12 @@
 #include <sys/mman.h>
 
 #include <memory>
+#include <thread>
 
 #include "../comm/threads.h"
 #include "../core/layout.h"
 #include "../core/sync.h"
+#include "../cpu/device.h"
 #include "testing.h"
 
 namespace edit_ext::testing {
@@ -37,6 +39,13 @@ class Scalars {
   char* page_;
   int64_t used_ = 0;
 };
+
+// The passes of one rank on two threads.
+inline void two_threads(int64_t n, const cpu::Body& body) {
+  std::thread other([&] { body(n / 2, n); });
+  body(0, n / 2);
+  other.join();
+}
 
 // One layer of one rank.
 struct RankLayer {

@@ -137,4 +137,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("checksum", &checksum, py::arg("tensor"), unlocked());
   m.def("build_info", &build_info);
+  m.def("kernel_threads", &kernel_threads, unlocked());
 }
