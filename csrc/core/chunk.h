@@ -8,8 +8,19 @@
 
 #include "base.h"
 #include "dtype.h"
+#include "policy.h"
 
 namespace edit_ext {
+
+// Sums of chunks become one fp64 number by a tree of their own, the same for all processors: lane i
+// adds partials i, i + 32, ..., then lanes are folded in halves.
+constexpr int kTotalLanes = 32;
+
+EDIT_HD double total_lane(const float* partials, int64_t n, int64_t stride, int lane) {
+  double sum = 0.0;
+  for (int64_t i = lane; i < n; i += kTotalLanes) sum += static_cast<double>(partials[i * stride]);
+  return sum;
+}
 
 // Step 1, Delta of Algorithm 2 with the optimizer's sign: g = round_T(anchor) - param, encoded for
 // the wire, and the sum of squares before encoding. The anchor is rounded to the parameter's type
@@ -52,6 +63,11 @@ struct OuterStep {
   float lr, momentum, clip;
   bool nesterov, replace;
 };
+
+EDIT_HD OuterStep outer_numbers(const Policy& p, double clip) {
+  return {static_cast<float>(p.outer_lr), static_cast<float>(p.outer_momentum),
+          static_cast<float>(clip), p.nesterov != 0, p.outer == Outer::replace};
+}
 
 template <class V>
 EDIT_HD V outer_direction(const OuterStep& o, V merged, V* momentum) {
@@ -111,6 +127,26 @@ EDIT_HD void gram(Team team, int n, const float* anchor, const float* const* par
       out);
 }
 
+template <class V>
+EDIT_HD V stacked_merge(V anchor, int replicas, const float* weights, const float* const* params,
+                        int j) {
+  V sum = V::all(0.0f);
+  for (int r = 0; r < replicas; ++r) {
+    if (weights[r] != 0.0f) sum = sum + V::all(weights[r]) * (anchor - V::load(params[r] + j));
+  }
+  return sum;
+}
+
+// Where w'Gw is mostly rounding (see stacked.h): the square sum of the merged step itself.
+template <class Team>
+EDIT_HD float stacked_norm(Team team, int n, int replicas, const float* weights,
+                           const float* anchor, const float* const* params) {
+  return team.sum_squares(n, [=](auto v, int j) {
+    using V = decltype(v);
+    return stacked_merge(V::load(anchor + j), replicas, weights, params, j);
+  });
+}
+
 // Pass 2: merge, outer step and write-back of all replicas in one go.
 template <class Team>
 EDIT_HD void stacked_step(Team team, int n, int replicas, OuterStep o, const float* weights,
@@ -118,10 +154,7 @@ EDIT_HD void stacked_step(Team team, int n, int replicas, OuterStep o, const flo
   team.map(n, [=](auto v, int j) {
     using V = decltype(v);
     const V a = V::load(anchor + j);
-    V sum = V::all(0.0f);
-    for (int r = 0; r < replicas; ++r) {
-      if (weights[r] != 0.0f) sum = sum + V::all(weights[r]) * (a - V::load(params[r] + j));
-    }
+    const V sum = stacked_merge(a, replicas, weights, params, j);
     V m = o.replace ? V::all(0.0f) : V::load(momentum + j);
     const V next = a - outer_direction(o, sum, &m);
     if (!o.replace) m.store(momentum + j);

@@ -23,10 +23,13 @@ void drain_streams() {
 
 void serial_for(int64_t n, const Body& body) { body(0, n); }
 
-double total(const float* partials, int64_t n) {
-  double sum = 0.0;
-  for (int64_t i = 0; i < n; ++i) sum += static_cast<double>(partials[i]);
-  return sum;
+double total(const float* partials, int64_t n, int64_t stride) {
+  double lanes[kTotalLanes];
+  for (int i = 0; i < kTotalLanes; ++i) lanes[i] = total_lane(partials, n, stride, i);
+  for (int half = kTotalLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lanes[i] = lanes[i] + lanes[i + half];
+  }
+  return lanes[0];
 }
 
 void CpuDevice::for_each(int64_t n, const std::function<void(int64_t)>& body) const {

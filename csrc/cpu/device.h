@@ -46,12 +46,7 @@ class CpuDevice final : public Device {
 // Outputs of a layer this large will not be found in a cache again: store past it.
 inline bool streams(int64_t elements) { return elements * 4 >= (int64_t{8} << 20); }
 
-// Adds chunk sums in chunk order, in fp64.
-double total(const float* partials, int64_t n);
-
-inline OuterStep outer_numbers(const Policy& p, double clip) {
-  return {static_cast<float>(p.outer_lr), static_cast<float>(p.outer_momentum),
-          static_cast<float>(clip), p.nesterov != 0, p.outer == Outer::replace};
-}
+// Adds every `stride`-th chunk sum by the tree of core/chunk.h.
+double total(const float* partials, int64_t n, int64_t stride = 1);
 
 }  // namespace edit_ext::cpu

@@ -3,10 +3,9 @@
 
 #include "../core/chunk.h"
 #include "../core/codec.h"
+#include "../core/stacked.h"
 
 namespace edit_ext::cpu {
-
-constexpr int kMaxStacked = 8;  // replicas that one stacked call takes
 
 // `stream`: write outputs past the caches. Pays when the layer is far larger than they are.
 struct Kernels {
@@ -20,6 +19,8 @@ struct Kernels {
   void (*write_back)(int n, float* anchor, Wire wire, const void* step, DType type, void* param,
                      bool stream);
   void (*gram)(int n, int replicas, const float* anchor, const float* const* params, float* out);
+  float (*stacked_norm)(int n, int replicas, const float* weights, const float* anchor,
+                        const float* const* params);
   void (*stacked_step)(int n, int replicas, OuterStep o, const float* weights, float* anchor,
                        float* momentum, float* const* params, bool stream);
   // Yardstick of the benchmarks: 0 out = a, 1 out = a + 2 b, 2 returns the sum of squares of a.

@@ -97,6 +97,11 @@ struct Table {
     gram_of<1>(n, replicas, anchor, params, out);
   }
 
+  static float stacked_norm(int n, int replicas, const float* weights, const float* anchor,
+                            const float* const* params) {
+    return edit_ext::stacked_norm(Team<V>{false}, n, replicas, weights, anchor, params);
+  }
+
   static void stacked_step(int n, int replicas, OuterStep o, const float* weights, float* anchor,
                            float* momentum, float* const* params, bool stream) {
     edit_ext::stacked_step(Team<V>{stream}, n, replicas, o, weights, anchor, momentum, params);
@@ -116,8 +121,8 @@ struct Table {
   }
 
   static const Kernels* make(const char* name) {
-    static const Kernels table{name,       pseudo_grad, merge,        outer_step,
-                               write_back, gram,        stacked_step, stream};
+    static const Kernels table{name, pseudo_grad,  merge,        outer_step, write_back,
+                               gram, stacked_norm, stacked_step, stream};
     return &table;
   }
 };

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../core/base.h"
-#include "vec_scalar.h"
+#include "../core/vec_scalar.h"
 
 namespace edit_ext::cpu {
 namespace {

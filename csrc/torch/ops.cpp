@@ -97,7 +97,7 @@ void outer_step_op(const Tensor& merged, const Tensor& anchor, const Tensor& mom
   Decision d{};
   decide_clip(p, 1, &record, d);
   if (d.skip) return;
-  const OuterStep numbers = cpu::outer_numbers(p, d.clip);
+  const OuterStep numbers = outer_numbers(p, d.clip);
   const cpu::CpuDevice& dev = cpu_device();
   dev.for_flat(n, [&](int64_t, int64_t at, int size) {
     dev.table().outer_step(size, numbers, merged.data_ptr<float>() + at,

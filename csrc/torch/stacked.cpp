@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 
+#include "../core/stacked.h"
 #include "check.h"
 #include "policy.h"
 
@@ -15,8 +16,8 @@ struct Stack {
   std::vector<Layout> replicas;
 
   Stack(at::TensorList params, int64_t count) {
-    TORCH_CHECK_VALUE(count >= 1 && count <= cpu::kMaxStacked, "replicas is ", count,
-                      "; expected 1 to ", cpu::kMaxStacked);
+    TORCH_CHECK_VALUE(count >= 1 && count <= kMaxStacked, "replicas is ", count, "; expected 1 to ",
+                      kMaxStacked);
     const auto total = static_cast<int64_t>(params.size());
     TORCH_CHECK_VALUE(total > 0 && total % count == 0, "params has ", total,
                       " tensors; expected the same number for each of ", count, " replicas");
@@ -45,7 +46,7 @@ struct Stack {
     const auto n = static_cast<int64_t>(first().chunks.size());
     cpu_device().for_each(n, [&](int64_t i) {
       const Chunk& c = first().chunks[i];
-      float* at[cpu::kMaxStacked];
+      float* at[kMaxStacked];
       for (int r = 0; r < count(); ++r) {
         at[r] = static_cast<float*>(replicas[r].tensors[c.tensor].data) + c.start;
       }
@@ -61,39 +62,18 @@ std::vector<double> gram_of(const Stack& stack, const float* anchor) {
   stack.for_chunks([&](int64_t i, int64_t flat, int n, float* const* at) {
     cpu_device().table().gram(n, stack.count(), anchor + flat, at, &partials[i * pairs]);
   });
-  std::vector<double> sums(pairs);
-  for (size_t i = 0; i < partials.size(); ++i) sums[i % pairs] += partials[i];
-  return sums;
-}
-
-// |sum w_i g_i|^2 without a pass over memory: w'Gw. Where the replicas cancel each other almost
-// (below 1e-6 of the squared sum of weighted norms) fp32 products no longer resolve it: -1.
-double merged_norm2(const std::vector<double>& gram, const std::vector<PerReplica>& replicas) {
-  double norm2 = 0.0, reach = 0.0;
-  const auto count = replicas.size();
-  for (size_t i = 0, p = 0; i < count; ++i) {
-    if (replicas[i].weight > 0) reach += replicas[i].weight * replicas[i].norm;
-    for (size_t k = i; k < count; ++k, ++p) {
-      if (replicas[i].weight == 0 || replicas[k].weight == 0) continue;
-      norm2 += (i == k ? 1.0 : 2.0) * replicas[i].weight * replicas[k].weight * gram[p];
-    }
+  std::vector<double> sums;
+  for (int p = 0; p < pairs; ++p) {
+    sums.push_back(cpu::total(&partials[p], static_cast<int64_t>(partials.size()) / pairs, pairs));
   }
-  return norm2 < 1e-6 * reach * reach ? -1.0 : norm2;
+  return sums;
 }
 
 // The exact pass behind that guard.
 double exact_norm2(const Stack& stack, const float* anchor, const float* weights) {
   std::vector<float> partials(stack.first().chunks.size());
   stack.for_chunks([&](int64_t i, int64_t flat, int n, float* const* at) {
-    std::vector<float> merged(n), g(n);
-    std::fill(merged.begin(), merged.end(), 0.0f);
-    for (int r = 0; r < stack.count(); ++r) {
-      if (weights[r] == 0.0f) continue;
-      for (int j = 0; j < n; ++j) merged[j] += weights[r] * (anchor[flat + j] - at[r][j]);
-    }
-    const float one = 1.0f;
-    const void* piece = merged.data();
-    partials[i] = cpu_device().table().merge(n, 1, Wire::f32, &piece, &one, g.data(), false);
+    partials[i] = cpu_device().table().stacked_norm(n, stack.count(), weights, anchor + flat, at);
   });
   return cpu::total(partials.data(), static_cast<int64_t>(partials.size()));
 }
@@ -124,16 +104,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> stacked_outer_step(
                   temperature, z_threshold, ema_alpha, ema_warmup, max_flags_in_a_row);
   float* const base = anchor.data_ptr<float>();
   const std::vector<double> gram = gram_of(stack, base);
-  std::vector<NormRecord> records(replicas);
   std::vector<PerReplica> decided(replicas);
-  for (int r = 0, diagonal = 0; r < stack.count(); diagonal += stack.count() - r, ++r) {
-    records[r] = {gram[diagonal], 0, 1, 0};
-  }
   Decision d{};
-  decide(p, stack.count(), records.data(), reinterpret_cast<Detector*>(detector.data_ptr<double>()),
-         decided.data(), d);
+  decide_stacked(p, stack.count(), gram.data(),
+                 reinterpret_cast<Detector*>(detector.data_ptr<double>()), decided.data(), d);
   const Tensor weights = weights_of(decided);
-  MergeRecord merged{merged_norm2(gram, decided), d.hash};
+  MergeRecord merged{merged_norm2(gram.data(), stack.count(), decided.data()), d.hash};
   if (merged.norm2 < 0.0) merged.norm2 = exact_norm2(stack, base, weights.data_ptr<float>());
   decide_clip(p, 1, &merged, d);
   if (d.skip) {
@@ -141,7 +117,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> stacked_outer_step(
   } else {
     const bool stream = cpu::streams(stack.first().size);
     stack.for_chunks([&](int64_t, int64_t flat, int n, float* const* at) {
-      cpu_device().table().stacked_step(n, stack.count(), cpu::outer_numbers(p, d.clip),
+      cpu_device().table().stacked_step(n, stack.count(), outer_numbers(p, d.clip),
                                         weights.data_ptr<float>(), base + flat,
                                         momentum.data_ptr<float>() + flat, at, stream);
     });
