@@ -11,7 +11,7 @@ export MAX_JOBS
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
 PIP := $(RUN) -m pip --disable-pip-version-check --quiet
-NATIVE := $(wildcard csrc/*/*.h csrc/*/*.cpp)
+NATIVE := $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cuh csrc/*/*.cu)
 TESTS := $(RUN) -m pytest --junitxml=build/tests.xml
 
 .PHONY: help demo test test-long native bench lint format readme build clean

@@ -24,6 +24,7 @@ CPU_SOURCES = [
     "csrc/cpu/kernels_avx512.cpp",
     "csrc/cpu/dispatch.cpp",
     "csrc/cpu/device.cpp",
+    "csrc/cpu/stacked.cpp",
     "csrc/cpu/worker.cpp",
 ]
 COMM_SOURCES = [

@@ -15,11 +15,14 @@ CSRC = ROOT / "csrc"
 MAY_INCLUDE = {
     "core": {"core"},
     "cpu": {"core", "cpu"},
+    "cuda": {"core", "cuda"},
     "comm": {"core", "comm"},
-    "torch": {"core", "cpu", "comm", "torch"},
-    "tests": {"core", "cpu", "comm", "tests"},
+    "torch": {"core", "cpu", "cuda", "comm", "torch"},
+    "tests": {"core", "cpu", "cuda", "comm", "tests"},
 }
 SEES_TORCH = {"torch"}
+SEES_CUDA = {"cuda"}
+SOURCES = ("csrc/*/*.h", "csrc/*/*.cpp", "csrc/*/*.cuh", "csrc/*/*.cu")
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2|pybind11)/|^Python\.h$")
 CUDA_HEADER = re.compile(r"^(cuda|cub|nvtx3|thrust|cooperative_groups)|^nccl")
 
@@ -66,12 +69,14 @@ def cmake_library_sources() -> list[str]:
 
 
 def cmake_tests() -> list[str]:
-    block = re.search(r"foreach\(name IN ITEMS ([^)]*)\)", (ROOT / "CMakeLists.txt").read_text())
+    text = (ROOT / "CMakeLists.txt").read_text()
+    block = re.search(r"foreach\(name IN ITEMS (test_policy[^)]*)\)", text)
     assert block
-    return [f"csrc/tests/{test}.cpp" for test in block.group(1).split()]
+    alone = re.findall(r"add_executable\((\w+) ", text)
+    return [f"csrc/tests/{test}.cpp" for test in [*block.group(1).split(), *alone]]
 
 
-@pytest.mark.parametrize("path", files("csrc/*/*.h", "csrc/*/*.cpp"), ids=name)
+@pytest.mark.parametrize("path", files(*SOURCES), ids=name)
 def test_includes(path: Path) -> None:
     """A file includes headers only of folders it may see, and torch only in csrc/torch."""
     folder = path.parent.name
@@ -84,12 +89,22 @@ def test_includes(path: Path) -> None:
         else:
             allowed = folder in SEES_TORCH or not TORCH_HEADER.match(header)
             assert allowed, f"{name(path)}: only csrc/torch may include <{header}>"
-            assert not CUDA_HEADER.match(header), f"{name(path)}: <{header}> is a CUDA header"
+            allowed = folder in SEES_CUDA or not CUDA_HEADER.match(header)
+            assert allowed, f"{name(path)}: only csrc/cuda may include <{header}>"
+
+
+def test_kernels_are_called_kernels() -> None:
+    """The emulator's test finds kernels by their names; and no launch is written <<<>>>."""
+    for path in files("csrc/cuda/*"):
+        text = path.read_text()
+        names = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\(\w+\)\s+)?(\w+)", text)
+        assert all(each.endswith("_kernel") for each in names), f"{name(path)}: {names}"
+        assert len(names) == text.count("__global__") and "<<<" not in text
 
 
 def test_headers_are_included_once() -> None:
     """Each header starts with a comment of what it holds and has an include guard."""
-    for path in files("csrc/*/*.h"):
+    for path in files("csrc/*/*.h", "csrc/*/*.cuh"):
         text = path.read_text()
         assert text.startswith("//"), f"{name(path)} does not say what it holds"
         assert "#pragma once" in text, f"{name(path)} has no #pragma once"

@@ -6,7 +6,13 @@
 
 #if defined(__CUDACC__)
 #define EDIT_HD __host__ __device__ __forceinline__
+#if defined(__CUDA_ARCH__)
+#define EDIT_UNROLL _Pragma("unroll")
 #else
+#define EDIT_UNROLL
+#endif
+#else
+#define EDIT_UNROLL _Pragma("GCC unroll 8")
 // always_inline: the same header is compiled under several instruction sets, and the linker must
 // never pick the AVX-512 copy of a small function for a machine without it.
 #define EDIT_HD inline __attribute__((always_inline))

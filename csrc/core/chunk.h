@@ -49,7 +49,7 @@ EDIT_HD float merge(Team team, int n, int replicas, const W* const* pieces, cons
   return team.sum_squares(n, [=](auto v, int j) {
     using V = decltype(v);
     V sum = V::all(0.0f);
-#pragma GCC unroll 8
+    EDIT_UNROLL
     for (int r = 0; r < count; ++r) {
       if (R > 0 || weights[r] != 0.0f) sum = sum + V::all(weights[r]) * V::load(pieces[r] + j);
     }
@@ -121,7 +121,7 @@ EDIT_HD void gram(Team team, int n, const float* anchor, const float* const* par
       [=](auto v, int j, auto* g) {
         using V = decltype(v);
         const V a = V::load(anchor + j);
-#pragma GCC unroll 8
+        EDIT_UNROLL
         for (int r = 0; r < R; ++r) g[r] = a - V::load(params[r] + j);
       },
       out);

@@ -43,6 +43,7 @@ struct LayerView {
   void* recv;       // [(replicas - 1) * piece] wire format
   float* merged;    // [piece] fp32
   float* partials;  // [max(num_chunks, chunks of a piece)] one fp32 sum per chunk
+  void* table;      // [num_tensors] of cuda/tensors.cuh; null on the CPU
 
   // Scalars on the device.
   double* shard_sums;          // [shards]

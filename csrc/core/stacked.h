@@ -9,6 +9,28 @@ namespace edit_ext {
 constexpr int kMaxStacked = 8;  // replicas that one stacked call takes
 constexpr int kMaxPairs = kMaxStacked * (kMaxStacked + 1) / 2;
 
+struct StackedTensor {
+  float* data[kMaxStacked];  // of each replica
+  int64_t size, offset;      // elements; first element in the flat buffers
+  int64_t first_chunk;
+};
+
+// One sync of R stacked replicas; every pointer is memory of their device.
+struct StackedView {
+  int32_t replicas;
+  int64_t num_chunks;
+  float* anchor;            // flat
+  float* momentum;          // flat
+  Detector* detectors;      // [replicas]
+  float* partials;          // [chunks * pairs]
+  PerReplica* per_replica;  // [replicas]
+  float* weights;           // [replicas]
+  double* merged2;          // square of the merged norm; -1: the exact pass decides
+  Decision* decision;
+};
+
+EDIT_HD int pairs_of(int replicas) { return replicas * (replicas + 1) / 2; }
+
 // G[i][k] = <g_i, g_k>, i <= k, row by row: place of the diagonal element of row r.
 EDIT_HD int diagonal(int replicas, int r) { return r * replicas - r * (r - 1) / 2; }
 

@@ -3,160 +3,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <thread>
-
-#include "../cpu/device.h"
-#include "../cpu/worker.h"
-#include "world.h"
+#include "trajectory.h"
 
 using namespace edit_ext;
 using namespace edit_ext::testing;
 
 namespace {
-
-constexpr int kSyncs = 7;
-const std::vector<std::vector<int>> kLayers = {{1000, 3, 77, 1}, {70000, 129}, {5}};
-
-Policy policy() {
-  Policy p;
-  p.ema_warmup = 3;
-  p.clip_norm = 1.5;
-  return p;
-}
-
-// What replica r has moved element j by, in the window before sync k. Replica 1 runs wild in
-// window 4, is NaN in window 5; in window 6 all are NaN.
-double movement(int k, int r, int layer, int j) {
-  if (k == 6 || (k == 5 && r == 1)) return NAN;
-  const double x =
-      std::sin(0.37 * j + 1.3 * r + 0.7 * layer) * (1.0 + 0.05 * std::cos(k + 2.0 * r));
-  return (k == 4 && r == 1 ? 50.0 : 1.0) * 0.01 * x;
-}
-
-bool flagged(int k, int r) { return k == 6 || (r == 1 && (k == 4 || k == 5)); }
-
-int size_of_layer(int l) {
-  int n = 0;
-  for (int size : kLayers[l]) n += size;
-  return n;
-}
-
-std::vector<float> start_of(int l, int s) {
-  std::vector<float> x(size_of_layer(l));
-  for (size_t j = 0; j < x.size(); ++j) x[j] = static_cast<float>(std::cos(0.11 * j + l + 3.0 * s));
-  return x;
-}
-
-void train(RankLayer& layer, int k, int r, int s, int l) {
-  const int n = size_of_layer(l);
-  int j = 0;
-  for (auto& t : layer.tensors) {
-    for (float& x : t) x += static_cast<float>(movement(k, r, l, s * n + j++));
-  }
-}
-
-// values[r][s][k][l]: what each rank holds after each sync.
-using Record = std::vector<std::vector<std::vector<std::vector<std::vector<float>>>>>;
-
-void run_rank(const Mesh& mesh, int r, int s, Wire wire, Record& record, Record& anchors) {
-  const Mesh::Seat seat = mesh.seat(r, s);
-  cpu::CpuDevice device(two_threads);
-  cpu::Worker worker;
-  std::vector<std::unique_ptr<RankLayer>> layers;
-  for (size_t l = 0; l < kLayers.size(); ++l) {
-    layers.push_back(std::make_unique<RankLayer>(kLayers[l], wire, r, mesh.replicas, s, mesh.shards,
-                                                 start_of(static_cast<int>(l), s)));
-  }
-  const Policy p = policy();
-  for (int k = 0; k < kSyncs; ++k) {
-    std::vector<cpu::Worker::Ticket> tickets;
-    for (size_t l = 0; l < layers.size(); ++l) {
-      RankLayer& layer = *layers[l];
-      train(layer, k, r, s, static_cast<int>(l));
-      sync_begin(device, layer.view);
-      tickets.push_back(worker.submit([&device, &seat, &layer, &p, k] {
-        sync_exchange(device, seat.comms(), layer.view, p, {k, 8, 0});
-      }));
-    }
-    for (size_t l = 0; l < layers.size(); ++l) {
-      while (!worker.wait(tickets[l], 1.0)) {
-      }
-      sync_finish(device, layers[l]->view);
-      CHECK(layers[l]->view.decision->status == kOk);
-      record[r][s][k].push_back(layers[l]->values());
-      anchors[r][s][k].push_back(layers[l]->anchor);
-    }
-  }
-  CHECK(worker.close(5.0));
-}
-
-std::vector<double> widened(const std::vector<float>& x) { return {x.begin(), x.end()}; }
-
-void compare(const Mesh& mesh, const Record& record, double tolerance) {
-  const Policy p = policy();
-  for (size_t l = 0; l < kLayers.size(); ++l) {
-    std::vector<double> start;
-    for (int s = 0; s < mesh.shards; ++s) {
-      const auto part = widened(start_of(static_cast<int>(l), s));
-      start.insert(start.end(), part.begin(), part.end());
-    }
-    Expected expected(start);
-    const size_t n = size_of_layer(static_cast<int>(l));
-    for (int k = 0; k < kSyncs; ++k) {
-      std::vector<std::vector<double>> replicas(mesh.replicas, expected.anchor);
-      std::vector<bool> flags;
-      for (int r = 0; r < mesh.replicas; ++r) {
-        for (size_t j = 0; j < start.size(); ++j) {
-          replicas[r][j] += movement(k, r, static_cast<int>(l), static_cast<int>(j));
-        }
-        flags.push_back(flagged(k, r));
-      }
-      expected.sync(replicas, flags, p);
-      for (int r = 0; r < mesh.replicas; ++r) {
-        for (int s = 0; s < mesh.shards; ++s) {
-          bool equal = true;
-          for (size_t j = 0; j < n; ++j) {
-            equal = equal && near(record[r][s][k][l][j], expected.anchor[s * n + j], tolerance);
-          }
-          CHECK(equal);
-        }
-      }
-    }
-  }
-}
-
-void trajectory(int replicas, int shards, Wire wire, double tolerance) {
-  const Mesh mesh(replicas, shards);
-  Record record(replicas,
-                Record::value_type(shards, std::vector<std::vector<std::vector<float>>>(kSyncs)));
-  Record anchors = record;
-  std::vector<std::thread> threads;
-  for (int r = 0; r < replicas; ++r) {
-    for (int s = 0; s < shards; ++s) {
-      threads.emplace_back([&, r, s] {
-        try {
-          run_rank(mesh, r, s, wire, record, anchors);
-        } catch (const std::exception& e) {
-          std::printf("rank %d.%d: %s\n", r, s, e.what());
-          mesh.all->abort(e.what());
-          CHECK(false);
-        }
-      });
-    }
-  }
-  for (std::thread& t : threads) t.join();
-  if (failures) return;
-  compare(mesh, record, tolerance);
-  for (int s = 0; s < shards; ++s) {
-    for (int r = 1; r < replicas; ++r) {
-      for (int k = 0; k < kSyncs; ++k) {
-        for (size_t l = 0; l < kLayers.size(); ++l) {
-          CHECK(same_bits(anchors[r][s][k][l], anchors[0][s][k][l]));
-        }
-      }
-    }
-  }
-}
 
 // Device and Comm as on a GPU: their scalars are theirs. Everything outside their calls finds the
 // page closed and dies at the first look.
@@ -281,16 +133,25 @@ void sticky_worker_errors() {
   CHECK(thrown == 4);
 }
 
+void check_trajectory(int replicas, int shards, Wire wire, double tolerance) {
+  const Mesh mesh(replicas, shards);
+  const auto [record, anchors] =
+      trajectory(mesh, wire, [] { return std::make_unique<cpu::CpuDevice>(two_threads); });
+  if (failures) return;
+  compare(mesh, record, tolerance);
+  same_anchors(mesh, anchors);
+}
+
 }  // namespace
 
 int main() {
   no_host_decision();  // forks, so it comes before any thread that lives on
   for (int replicas : {1, 2, 3, 4}) {
-    trajectory(replicas, 1, Wire::f32, 1e-6);
-    trajectory(replicas, 2, Wire::f32, 1e-6);
+    check_trajectory(replicas, 1, Wire::f32, 1e-6);
+    check_trajectory(replicas, 2, Wire::f32, 1e-6);
   }
   // bf16 keeps 8 bits of each pseudo-gradient and step: 2^-9 of a movement of about 0.02, a sync.
-  trajectory(2, 2, Wire::bf16, 5e-4);
+  check_trajectory(2, 2, Wire::bf16, 5e-4);
   missing_member();
   sticky_worker_errors();
   return testing::close("test_sync");

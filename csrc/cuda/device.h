@@ -1,0 +1,25 @@
+// CudaDevice: the GPU twin of Device. Every step enqueues kernels on one stream of the current CUDA
+// device and returns; no step reads anything back. Pointers of a view are device memory, but for
+// `tensors` and `chunks`.
+#pragma once
+
+#include "../core/device.h"
+#include "runtime.h"
+
+namespace edit_ext::cuda {
+
+class CudaDevice final : public Device {
+ public:
+  explicit CudaDevice(cudaStream_t stream) : stream_(stream) {}
+
+  void pseudo_grad(const LayerView& v) override;
+  void record(const LayerView& v, const SyncTag& tag) override;
+  void merge(const LayerView& v, const Policy& p) override;
+  void outer_step(const LayerView& v, const Policy& p) override;
+  void write_back(const LayerView& v) override;
+
+ private:
+  cudaStream_t stream_;
+};
+
+}  // namespace edit_ext::cuda

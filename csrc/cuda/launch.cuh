@@ -1,0 +1,44 @@
+// How a kernel is launched: through a function, with every status looked at.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "runtime.h"
+
+namespace edit_ext::cuda {
+
+inline void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
+}
+
+template <class... Parameters, class... Arguments>
+void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, int threads,
+            cudaStream_t stream, const Arguments&... arguments) {
+  if (blocks == 0) return;
+  const dim3 grid(static_cast<unsigned>(blocks)), block(static_cast<unsigned>(threads));
+#if defined(EDIT_EXT_EMULATED)
+  (void)name, (void)stream;
+  emu::launch(kernel, grid, block, Parameters(arguments)...);
+#else
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
+  static_assert((std::is_same_v<std::remove_const_t<Parameters>, Arguments> && ...),
+                "arguments are passed by address: their types must be the kernel's");
+  check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, pointers, 0, stream),
+        name);
+#endif
+}
+
+// Blocks of a persistent grid: as many as run at a time, and no more than there are chunks.
+inline int64_t blocks_for(int64_t chunks) {
+  constexpr int kBlocksPerProcessor = 8;  // 2048 threads, all that a Hopper SM holds
+  int device = 0, processors = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
+        "cudaDeviceGetAttribute");
+  const int64_t most = static_cast<int64_t>(processors) * kBlocksPerProcessor;
+  return chunks < most ? chunks : most;
+}
+
+}  // namespace edit_ext::cuda

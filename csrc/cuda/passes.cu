@@ -1,0 +1,166 @@
+// The passes over memory of one sync: chunk bodies of core under a block team. Persistent grids
+// walk the chunks; every chunk leaves one fp32 sum, and a one-warp kernel adds them in fixed order.
+#include "passes.cuh"
+#include "team.cuh"
+
+namespace edit_ext::cuda {
+namespace {
+
+template <class W>
+__device__ W* wire(void* buffer, int64_t at) {
+  return static_cast<W*>(buffer) + at;
+}
+
+template <class T, class W>
+__device__ float pseudo_grad_chunk(const PlaceIn<DeviceTensor>& c, const LayerView& v) {
+  const T* param = static_cast<T*>(c.tensor->data) + c.start;
+  return pseudo_grad<T, W>(BlockTeam{aligned4(param)}, c.size, v.anchor + c.flat(), param,
+                           wire<W>(v.send, c.flat()));
+}
+
+template <class W>
+__global__ void __launch_bounds__(kThreads)
+    pseudo_grad_kernel(const __grid_constant__ Tensors tensors, const LayerView v) {
+  for (int64_t i = blockIdx.x; i < tensors.num_chunks; i += gridDim.x) {
+    const auto c = place(tensors, i);
+    float sum;
+    switch (c.tensor->dtype) {
+      case DType::bf16:
+        sum = pseudo_grad_chunk<bf16, W>(c, v);
+        break;
+      case DType::f16:
+        sum = pseudo_grad_chunk<f16, W>(c, v);
+        break;
+      default:
+        sum = pseudo_grad_chunk<float, W>(c, v);
+    }
+    if (threadIdx.x == 0) v.partials[i] = sum;
+    // Zeros up to the next group: padding travels and is merged like any element.
+    const int padded = static_cast<int>(round_up(c.size, kGroup));
+    for (int j = c.size + static_cast<int>(threadIdx.x); j < padded; j += kThreads) {
+      *wire<W>(v.send, c.flat() + j) = from_float<W>(0.0f);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) zero_kernel(float* out, int64_t n) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (int64_t j = first; j < n; j += static_cast<int64_t>(gridDim.x) * blockDim.x) out[j] = 0.0f;
+}
+
+template <class W>
+__global__ void __launch_bounds__(kThreads) merge_kernel(const LayerView v) {
+  __shared__ const W* pieces[kMaxReplicas];
+  __shared__ const W* from[kMaxReplicas];
+  __shared__ float weights[kMaxReplicas];
+  const int64_t n = piece_elements(v, v.replica);
+  bool all = true;
+  for (int r = static_cast<int>(threadIdx.x); r < v.replicas; r += kThreads) {
+    pieces[r] = reinterpret_cast<const W*>(received(v, r));
+    weights[r] = v.per_replica[r].weight;
+  }
+  __syncthreads();
+  for (int r = 0; r < v.replicas; ++r) all = all && weights[r] != 0.0f;
+  const BlockTeam team{true};
+  for (int64_t i = blockIdx.x; i * kChunk < n; i += gridDim.x) {
+    const int64_t at = i * kChunk;
+    const int size = static_cast<int>(n - at < kChunk ? n - at : kChunk);
+    for (int r = static_cast<int>(threadIdx.x); r < v.replicas; r += kThreads) {
+      from[r] = pieces[r] + at;
+    }
+    __syncthreads();
+    float sum;
+    if (all && v.replicas == 2) {
+      sum = merge<2>(team, size, 2, from, weights, v.merged + at);
+    } else if (all && v.replicas == 4) {
+      sum = merge<4>(team, size, 4, from, weights, v.merged + at);
+    } else if (all && v.replicas == 8) {
+      sum = merge<8>(team, size, 8, from, weights, v.merged + at);
+    } else {
+      sum = merge<0>(team, size, v.replicas, from, weights, v.merged + at);
+    }
+    if (threadIdx.x == 0) v.partials[i] = sum;
+    // merge() has met at a barrier after its last read of `from`.
+  }
+}
+
+template <class W>
+__global__ void __launch_bounds__(kThreads) outer_step_kernel(const LayerView v, const Policy p) {
+  const int64_t n = piece_elements(v, v.replica), first = v.replica * v.piece;
+  const bool returns = returns_steps(v.wire), skip = v.decision->skip != 0;
+  if (skip && !returns) return;
+  const OuterStep numbers = outer_numbers(p, v.decision->clip);
+  const BlockTeam team{true};
+  for (int64_t i = blockIdx.x; i * kChunk < n; i += gridDim.x) {
+    const int64_t at = i * kChunk;
+    const int size = static_cast<int>(n - at < kChunk ? n - at : kChunk);
+    W* step = returns ? wire<W>(v.send, first + at) : nullptr;
+    if (skip) {
+      team.map(size, [=](auto vector, int j) { decltype(vector)::all(0.0f).store(step + j); });
+    } else {
+      outer_step<W>(team, size, numbers, v.merged + at, v.anchor + first + at,
+                    v.momentum ? v.momentum + at : nullptr, step);
+    }
+  }
+}
+
+template <class T, class W>
+__device__ void write_back_chunk(const PlaceIn<DeviceTensor>& c, const LayerView& v) {
+  T* param = static_cast<T*>(c.tensor->data) + c.start;
+  const W* step = returns_steps(v.wire) ? wire<W>(v.send, c.flat()) : nullptr;
+  write_back<T, W>(BlockTeam{aligned4(param)}, c.size, v.anchor + c.flat(), step, param);
+}
+
+template <class W>
+__global__ void __launch_bounds__(kThreads)
+    write_back_kernel(const __grid_constant__ Tensors tensors, const LayerView v) {
+  if (!v.anchored && v.decision->skip) return;  // nothing was agreed: values stay local
+  for (int64_t i = blockIdx.x; i < tensors.num_chunks; i += gridDim.x) {
+    const auto c = place(tensors, i);
+    switch (c.tensor->dtype) {
+      case DType::bf16:
+        write_back_chunk<bf16, W>(c, v);
+        break;
+      case DType::f16:
+        write_back_chunk<f16, W>(c, v);
+        break;
+      default:
+        write_back_chunk<float, W>(c, v);
+    }
+  }
+}
+
+int64_t chunks_of(int64_t n) { return (n + kChunk - 1) / kChunk; }
+
+}  // namespace
+
+void pseudo_grad_pass(const LayerView& v, cudaStream_t stream) {
+  const Tensors tensors = tensors_of(v, stream);
+  if (!v.anchored) {
+    launch("zero_kernel", zero_kernel, blocks_for(chunks_of(v.size)), kThreads, stream, v.anchor,
+           v.size);
+  }
+  launch("pseudo_grad_kernel",
+         v.wire == Wire::f32 ? pseudo_grad_kernel<float> : pseudo_grad_kernel<bf16>,
+         blocks_for(tensors.num_chunks), kThreads, stream, tensors, v);
+}
+
+void merge_pass(const LayerView& v, cudaStream_t stream) {
+  launch("merge_kernel", v.wire == Wire::f32 ? merge_kernel<float> : merge_kernel<bf16>,
+         blocks_for(chunks_of(piece_elements(v, v.replica))), kThreads, stream, v);
+}
+
+void outer_step_pass(const LayerView& v, const Policy& p, cudaStream_t stream) {
+  launch("outer_step_kernel",
+         v.wire == Wire::f32 ? outer_step_kernel<float> : outer_step_kernel<bf16>,
+         blocks_for(chunks_of(piece_elements(v, v.replica))), kThreads, stream, v, p);
+}
+
+void write_back_pass(const LayerView& v, cudaStream_t stream) {
+  const Tensors tensors = tensors_of(v, stream);
+  launch("write_back_kernel",
+         v.wire == Wire::f32 ? write_back_kernel<float> : write_back_kernel<bf16>,
+         blocks_for(tensors.num_chunks), kThreads, stream, tensors, v);
+}
+
+}  // namespace edit_ext::cuda

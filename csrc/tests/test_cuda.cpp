@@ -1,0 +1,214 @@
+// The CUDA kernels under the emulator: bit-equal to the CPU twin at odd sizes and addresses, in
+// whole trajectories, whatever order threads and blocks run in.
+#include <unistd.h>
+
+#include "../cpu/stacked.h"
+#include "../cuda/device.h"
+#include "../cuda/stacked.cuh"
+#include "cuda_cases.h"
+#include "trajectory.h"
+
+using namespace edit_ext;
+using namespace edit_ext::testing;
+using cuda::CudaDevice;
+
+// A symbol whose address is known both here and to nm: where the program was loaded.
+extern "C" void edit_ext_landmark() {}
+
+namespace {
+
+constexpr emu::Order kOrders[] = {emu::Order::forward, emu::Order::reverse, emu::Order::random};
+
+void same(const Case& a, const Case& b) {
+  for (size_t i = 0; i < a.tensors.size(); ++i) CHECK(a.tensors[i].equals(b.tensors[i]));
+  for (const size_t i : {0, 1, 2, 4}) CHECK(a.buffers[i].equals(b.buffers[i]));
+  CHECK(same_bits(a.shard_sums, b.shard_sums));
+  CHECK(std::memcmp(&a.decision, &b.decision, sizeof(Decision)) == 0);
+  CHECK(a.merge_records[0].norm2 == b.merge_records[0].norm2);
+  for (const Case* c : {&a, &b}) {
+    for (const Guarded& g : c->tensors) CHECK(g.intact());
+    for (const Guarded& g : c->buffers) CHECK(g.intact());
+  }
+}
+
+void compare_sync(const std::vector<Shape>& shapes, Wire wire, int replica, int replicas, int bad,
+                  const Policy& p, bool anchored = true) {
+  static unsigned seed = 0;
+  ++seed;
+  Case expected(shapes, wire, replica, replicas, seed);
+  expected.v.anchored = anchored;
+  cpu::CpuDevice cpu_device;
+  expected.sync(cpu_device, p, bad);
+  for (const emu::Order order : kOrders) {
+    emu::machine.order = order;
+    Case found(shapes, wire, replica, replicas, seed);
+    found.v.anchored = anchored;
+    CudaDevice device(nullptr);
+    found.sync(device, p, bad);
+    same(found, expected);
+  }
+}
+
+void passes() {
+  Policy p;
+  p.clip_norm = 3.0;
+  for (const Wire wire : {Wire::f32, Wire::bf16}) {
+    for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
+      for (const int64_t n : {0, 1, 3, 31, 127, 8193, 65537}) {
+        compare_sync({{n, type, 0}}, wire, 0, 2, -1, p);
+      }
+      std::vector<Shape> odd;
+      for (int offset = 1; offset < 8; ++offset) odd.push_back({257 * offset, type, offset});
+      compare_sync(odd, wire, 1, 3, -1, p);
+    }
+    for (const int replicas : {1, 2, 3, 4, 5, 8, 9}) {
+      for (const int bad : {-1, 0, replicas - 1}) {
+        compare_sync({{70000, DType::f32, 0}, {5, DType::bf16, 0}}, wire, replicas - 1, replicas,
+                     bad, p);
+      }
+    }
+    // Optimizer states and buffers: no anchor, outer step "replace", no clip.
+    Policy replace;
+    replace.outer = Outer::replace;
+    replace.clip_norm = 0.0;
+    compare_sync({{3000, DType::f32, 0}}, wire, 0, 2, -1, replace, false);
+    compare_sync({{3000, DType::f32, 0}}, wire, 0, 1, 0, replace, false);
+  }
+}
+
+void many_tensors() {
+  std::vector<Shape> shapes;
+  for (int i = 0; i < 1100; ++i) shapes.push_back({i % 11 == 0 ? i : 0, DType::f32, i % 4});
+  compare_sync(shapes, Wire::f32, 0, 2, -1, {});  // 99 with elements: the table on the device
+  shapes.resize(200);
+  compare_sync(shapes, Wire::bf16, 1, 2, -1, {});  // 18: by value
+}
+
+// Chunks behind the 2^31st element: only their places, nobody has that much memory here.
+void large_offsets() {
+  const int64_t n = (int64_t{1} << 31) + 17, second = round_up(n, kGroup);
+  const int64_t chunks = (n + kChunk - 1) / kChunk;
+  cuda::Tensors t{};
+  t.count = 2;
+  t.few[0] = {nullptr, n, 0, 0, DType::f32};
+  t.few[1] = {nullptr, n, second, chunks, DType::f32};
+  t.num_chunks = 2 * chunks;
+  const auto last = place(t, chunks - 1), next = place(t, chunks), end = place(t, 2 * chunks - 1);
+  CHECK(last.tensor == &t.few[0] && last.start == int64_t{1} << 31 && last.size == 17);
+  CHECK(next.tensor == &t.few[1] && next.start == 0 && next.flat() == second);
+  CHECK(end.flat() == second + (int64_t{1} << 31) && end.size == 17);
+}
+
+void same(const StackedCase& a, const StackedCase& b) {
+  for (size_t i = 0; i < a.params.size(); ++i) {
+    CHECK(a.params[i].equals(b.params[i]) && a.params[i].intact() && b.params[i].intact());
+  }
+  for (size_t i = 0; i < 2; ++i) CHECK(a.buffers[i].equals(b.buffers[i]));
+  for (const StackedCase* c : {&a, &b}) {
+    for (const Guarded& g : c->buffers) CHECK(g.intact());
+  }
+  CHECK(std::memcmp(&a.decision, &b.decision, sizeof(Decision)) == 0);
+  CHECK(std::memcmp(&a.merged2, &b.merged2, 8) == 0 && same_bits(a.weights, b.weights));
+}
+
+void stacked() {
+  const std::vector<std::vector<Shape>> layers = {
+      {{0, DType::f32, 0}, {1, DType::f32, 0}, {67000, DType::f32, 0}, {31, DType::f32, 0}},
+      {{2049, DType::f32, 1}, {129, DType::f32, 3}},
+      std::vector<Shape>(100, {3, DType::f32, 0})};
+  Policy p;
+  p.clip_norm = 2.0;
+  unsigned seed = 100;
+  for (const auto& shapes : layers) {
+    for (int replicas = 1; replicas <= kMaxStacked; ++replicas) {
+      for (const int special : {0, 1, 2}) {  // 1: replicas cancel; 2: one, or all, NaN
+        if (special == 1 && replicas % 2) continue;
+        ++seed;
+        const auto make = [&] {
+          auto c = std::make_unique<StackedCase>(shapes, replicas, special == 1, seed);
+          if (special == 2) c->tensors[0].data[replicas - 1][0] = NAN;
+          return c;
+        };
+        const auto expected = make();
+        cpu::stacked_sync(cpu::CpuDevice(), expected->tensors, expected->v, p);
+        CHECK(special != 1 || expected->merged2 < 0);
+        for (const emu::Order order : kOrders) {
+          emu::machine.order = order;
+          const auto found = make();
+          cuda::stacked_sync(found->tensors, found->table.data(), found->v, p, nullptr);
+          same(*found, *expected);
+        }
+      }
+    }
+  }
+}
+
+void trajectories() {
+  for (const Wire wire : {Wire::f32, Wire::bf16}) {
+    for (const auto& [replicas, shards] :
+         {std::pair(1, 1), {2, 1}, {3, 1}, {4, 1}, {1, 2}, {2, 2}}) {
+      const Mesh mesh(replicas, shards), twin(replicas, shards);
+      const auto [expected, expected_anchors] =
+          trajectory(twin, wire, [] { return std::make_unique<cpu::CpuDevice>(); });
+      const auto [found, anchors] =
+          trajectory(mesh, wire, [] { return std::make_unique<CudaDevice>(nullptr); });
+      if (failures) return;
+      same_anchors(mesh, anchors);
+      for (int r = 0; r < replicas; ++r) {
+        for (int s = 0; s < shards; ++s) {
+          for (int k = 0; k < kSyncs; ++k) {
+            for (size_t l = 0; l < kLayers.size(); ++l) {
+              CHECK(same_bits(found[r][s][k][l], expected[r][s][k][l]));
+              CHECK(same_bits(anchors[r][s][k][l], expected_anchors[r][s][k][l]));
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Every kernel in this program has run: nm lists them, the emulator has their addresses.
+void all_kernels_ran() {
+  const std::string command = "nm -C /proc/" + std::to_string(getpid()) + "/exe";
+  FILE* pipe = popen(command.c_str(), "r");
+  CHECK(pipe != nullptr);
+  if (!pipe) return;
+  std::vector<std::pair<uintptr_t, std::string>> kernels;
+  uintptr_t own = 0;
+  char line[4096];
+  while (std::fgets(line, sizeof(line), pipe)) {
+    char kind = 0;
+    unsigned long long address = 0;
+    int name = 0;
+    if (std::sscanf(line, "%llx %c %n", &address, &kind, &name) < 2) continue;
+    if (std::strcmp(line + name, "edit_ext_landmark\n") == 0) own = address;
+    const bool code = kind == 't' || kind == 'T' || kind == 'w' || kind == 'W';
+    const std::string symbol(line + name);
+    const size_t at = symbol.find("_kernel");
+    const char next = at == std::string::npos ? 0 : symbol[at + 7];
+    if (code && (next == '(' || next == '<') && symbol.find("[clone") == std::string::npos) {
+      kernels.emplace_back(address, symbol);
+    }
+  }
+  CHECK(pclose(pipe) == 0);
+  const uintptr_t base = reinterpret_cast<uintptr_t>(edit_ext_landmark) - own;
+  CHECK(own != 0 && kernels.size() >= 20);
+  for (const auto& [address, symbol] : kernels) {
+    const bool ran = emu::launched().count(reinterpret_cast<const void*>(base + address)) != 0;
+    if (!ran) std::printf("never run: %s", symbol.c_str());
+    CHECK(ran);
+  }
+}
+
+}  // namespace
+
+int main() {
+  passes();
+  many_tensors();
+  large_offsets();
+  stacked();
+  trajectories();
+  all_kernels_ran();
+  return testing::close("test_cuda");
+}
