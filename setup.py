@@ -1,12 +1,16 @@
 """Builds `edit_ext._C` against the torch that is installed. Everything else is in pyproject.toml.
 
 Environment: MAX_JOBS (compilers at a time, default 2), EDIT_EXT_WERROR=0 (warnings of a compiler
-that we have not seen are no longer errors), EDIT_EXT_CUDA (0 or 1).
+that we have not seen are no longer errors), EDIT_EXT_CUDA (0 or 1; else: built if torch is a CUDA
+build and a toolkit of its major version is found), CUDA_HOME, TORCH_CUDA_ARCH_LIST. No GPU is
+needed to build.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -30,6 +34,11 @@ CPU_SOURCES = [
 COMM_SOURCES = [
     "csrc/comm/threads.cpp",
 ]
+CUDA_SOURCES = [
+    "csrc/cuda/passes.cu",
+    "csrc/cuda/device.cu",
+    "csrc/cuda/stacked.cu",
+]
 TORCH_SOURCES = [
     "csrc/torch/policy.cpp",
     "csrc/torch/ops.cpp",
@@ -43,8 +52,14 @@ TORCH_SOURCES = [
 
 # No contraction: scalar code, AVX2, AVX-512 and CUDA must round alike. No -m flags: the two SIMD
 # files set their own target, so that nothing else is compiled for a machine that may not be there.
-CXX_FLAGS = ["-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden"]
+# No -std: torch's build adds the one that its headers need (C++17, from 2.14 on C++20). Our sources
+# are C++17, which CMake holds them to.
+CXX_FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden"]
 CXX_WARNINGS = ["-Wall", "-Wextra", "-Werror"]
+# The CPU's bits need separate multiply and add here too.
+NVCC_FLAGS = ["-O3", "-fmad=false", "-Xcompiler=-fvisibility=hidden"]
+ARCHITECTURES = "8.0;9.0;10.0+PTX"  # A100, H100 and H200, B200 and what comes after
+
 # at::parallel_for is inline and runs on one thread, without a word, where OpenMP is off.
 # csrc/torch/policy.cpp refuses to compile then.
 OPENMP = "-fopenmp"
@@ -56,14 +71,9 @@ def stop(sentence: str) -> None:
 
 
 def check_switches() -> None:
-    cuda = os.environ.get("EDIT_EXT_CUDA", "0")
-    if cuda == "1":
-        stop(
-            "EDIT_EXT_CUDA=1 asks for a CUDA build, and this version has a CPU part only: "
-            "unset it or set EDIT_EXT_CUDA=0."
-        )
-    for name, value in (("EDIT_EXT_CUDA", cuda), ("EDIT_EXT_WERROR", werror())):
-        if value not in ("0", "1"):
+    for name, known in (("EDIT_EXT_CUDA", ("", "0", "1")), ("EDIT_EXT_WERROR", ("0", "1"))):
+        value = os.environ.get(name, known[-1] if name == "EDIT_EXT_WERROR" else "")
+        if value not in known:
             stop(f"{name} must be 0 or 1, got {value!r}.")
 
 
@@ -87,7 +97,11 @@ def import_torch():
     except ImportError:
         # pip's isolated build hides this folder, but it is where the extension will be installed:
         # a torch that lies here is the right one to build against, a freshly downloaded one is not.
+        # Of an isolated `python -m build` only the active environment is known.
         sys.path.append(sysconfig.get_path("purelib"))
+        if "VIRTUAL_ENV" in os.environ:
+            python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+            sys.path.append(str(Path(os.environ["VIRTUAL_ENV"], "lib", python, "site-packages")))
         try:
             import torch
         except ImportError:
@@ -102,6 +116,48 @@ def import_torch():
     return torch
 
 
+def toolkit_release(home: Path) -> str:
+    """Version of the CUDA toolkit in a folder, such as "13.0"; empty if there is none."""
+    if not (home / "include" / "cuda_runtime.h").is_file():
+        return ""
+    try:
+        text = subprocess.run(
+            [str(home / "bin" / "nvcc"), "--version"], capture_output=True, text=True, timeout=60
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    found = re.search(r"release (\d+\.\d+)", text)
+    return found.group(1) if found else ""
+
+
+def find_cuda(torch) -> tuple[Path | None, str]:
+    """The toolkit to build the CUDA part with, and a sentence on why there is one or none."""
+    switch, wanted = os.environ.get("EDIT_EXT_CUDA", ""), torch.version.cuda
+    if switch == "0":
+        return None, "not built: EDIT_EXT_CUDA=0"
+    reason = f"not built: torch {torch.__version__} is a CPU build"
+    if wanted is not None:
+        nvcc = shutil.which("nvcc")
+        named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+        major = wanted.split(".")[0]
+        folders = [Path(named)] if named else []
+        folders += [Path(nvcc).resolve().parent.parent] if nvcc else []
+        folders += [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob(f"cuda-{major}*"))]
+        releases = {home: toolkit_release(home) for home in folders}
+        for home, release in releases.items():
+            if release.split(".")[0] == major:
+                return home, f"CUDA {release} in {home}, for torch with CUDA {wanted}"
+        others = ", ".join(release for release in releases.values() if release) or "none"
+        reason = f"not built: needs a CUDA toolkit of version {major}.x, found {others}"
+    if switch == "1":
+        stop(
+            f"EDIT_EXT_CUDA=1, but the CUDA part is {reason}. Install a CUDA build of torch and "
+            "the toolkit of the same major version (CUDA_HOME names its folder), or unset "
+            "EDIT_EXT_CUDA."
+        )
+    return None, reason
+
+
 def compiler_version() -> str:
     """What the compiler says of itself; empty when it cannot be run (the build then says more)."""
     from torch.utils.cpp_extension import get_cxx_compiler
@@ -114,7 +170,7 @@ def compiler_version() -> str:
         return ""
 
 
-def extension(torch) -> setuptools.Extension:
+def extension(torch, cuda: Path | None, why: str) -> setuptools.Extension:
     from torch.utils.cpp_extension import include_paths, library_paths
 
     flags = CXX_FLAGS + [flag for flag in CXX_WARNINGS if werror() == "1" or flag != "-Werror"]
@@ -127,19 +183,27 @@ def extension(torch) -> setuptools.Extension:
     # With g++ the calls must land in the OpenMP library that torch has loaded (its threads, its
     # set_num_threads), so we name none; clang's calls have other names and need its own.
     clang = "clang" in compiler_version()
+    flags.append(f'-DEDIT_EXT_CUDA_REASON="{why}"')
+    sources, libraries = CPU_SOURCES + COMM_SOURCES + TORCH_SOURCES, ["c10", "torch", "torch_cpu"]
+    folders = library_paths()
+    if cuda:
+        # Neither the driver nor NCCL is linked: the extension imports on a machine without them.
+        sources, libraries = sources + CUDA_SOURCES, [*libraries, "cudart"]
+        flags += ["-DEDIT_EXT_CUDA", "-isystem", str(cuda / "include")]
+        folders.append(str(cuda / "lib64"))
     return setuptools.Extension(
         "edit_ext._C",
-        sources=CPU_SOURCES + COMM_SOURCES + TORCH_SOURCES,
-        depends=sorted(str(header) for header in Path("csrc").glob("*/*.h")),
-        library_dirs=library_paths(),
-        libraries=["c10", "torch", "torch_cpu", "torch_python"],
-        extra_compile_args=flags,
+        sources=sources,
+        depends=sorted(str(header) for header in Path("csrc").glob("*/*.*h")),
+        library_dirs=folders,
+        libraries=[*libraries, "torch_python"],
+        extra_compile_args={"cxx": flags, "nvcc": NVCC_FLAGS} if cuda else flags,
         extra_link_args=[OPENMP] if clang else [],
         language="c++",
     )
 
 
-def build_command(torch) -> type:
+def build_command(torch, cuda: Path | None, why: str) -> type:
     from torch.utils.cpp_extension import BuildExtension
 
     class BuildExt(BuildExtension):
@@ -158,7 +222,9 @@ def build_command(torch) -> type:
             print("edit_ext: build summary")
             print(f"  edit_ext._C  {sources} sources, {jobs}, torch {torch.__version__}")
             print("  CPU part     scalar, AVX2 and AVX-512 on x86-64 (chosen at run time)")
-            print("  CUDA part    not built: this version has a CPU part only")
+            print(f"  CUDA part    {why}")
+            if cuda:
+                print(f"  for GPUs     {os.environ['TORCH_CUDA_ARCH_LIST']}")
 
     return BuildExt
 
@@ -169,7 +235,11 @@ os.environ.setdefault("MAX_JOBS", "2")
 check_switches()
 check_setuptools()
 found_torch = import_torch()
+cuda_home, cuda_reason = find_cuda(found_torch)
+if cuda_home:
+    os.environ["CUDA_HOME"] = str(cuda_home)  # torch reads it when cpp_extension is imported
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ARCHITECTURES)
 setuptools.setup(
-    ext_modules=[extension(found_torch)],
-    cmdclass={"build_ext": build_command(found_torch)},
+    ext_modules=[extension(found_torch, cuda_home, cuda_reason)],
+    cmdclass={"build_ext": build_command(found_torch, cuda_home, cuda_reason)},
 )

@@ -112,26 +112,32 @@ def test_headers_are_included_once() -> None:
 
 def test_setup_and_cmake_name_the_same_sources() -> None:
     """What needs no torch is built by both, from the same list in the same order."""
-    without_torch = [source for source in setup_sources() if not source.startswith("csrc/torch/")]
+    without_torch = [
+        source for source in setup_sources() if not re.match(r"csrc/(torch|cuda)/", source)
+    ]
     assert without_torch == cmake_library_sources()
+    emulated = re.search(r"set\(cuda_sources\s+([^)]*)\)", (ROOT / "CMakeLists.txt").read_text())
+    assert emulated
+    assert emulated.group(1).split() == assigned_lists(ROOT / "setup.py")["CUDA_SOURCES"]
 
 
 def test_every_source_is_named() -> None:
     """No .cpp lies about unbuilt, and none is named that is not there."""
     named = setup_sources() + cmake_tests()
     assert len(named) == len(set(named))
-    assert set(named) == {name(path) for path in files("csrc/*/*.cpp")}
+    assert set(named) == {name(path) for path in files("csrc/*/*.cpp", "csrc/*/*.cu")}
 
 
 def test_setup_and_cmake_use_the_same_flags() -> None:
     """Both builds use the same flags, and none that changes how floats are rounded."""
     lists = assigned_lists(ROOT / "setup.py")
     cmake = (ROOT / "CMakeLists.txt").read_text()
-    assert "set(CMAKE_CXX_STANDARD 17)" in cmake and "-std=c++17" in lists["CXX_FLAGS"]
-    for flag in {*lists["CXX_FLAGS"], *lists["CXX_WARNINGS"]} - {"-std=c++17", "-g0"}:
+    assert "set(CMAKE_CXX_STANDARD 17)" in cmake
+    for flag in {*lists["CXX_FLAGS"], *lists["CXX_WARNINGS"]} - {"-g0"}:
         assert re.search(rf"(?<!\S){re.escape(flag)}(?=[\s)])", cmake), f"CMake lacks {flag}"
     for flag in re.findall(r"""(?<=[\s"'])-(?:m|ff)[a-z][\w=-]*""", cmake + repr(lists)):
-        assert flag == "-ffp-contract=off", f"{flag} may change what is computed"
+        assert flag in ("-ffp-contract=off", "-fmad=false"), f"{flag} may change what is computed"
+    assert "-fmad=false" in lists["NVCC_FLAGS"]
 
 
 def test_tree_is_flat() -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 import venv
 import zipfile
@@ -102,19 +103,26 @@ def test_row_31_setuptools_too_old(no_torch: Path, tmp_path: Path) -> None:
     assert "setuptools >= 77" in line and "65.5.0" in line and "pip install" in line
 
 
-@pytest.mark.parametrize("value", ["1", "yes"])
-def test_row_32_cuda_switch(no_torch: Path, value: str) -> None:
-    """Asking for CUDA where there is no CUDA part, or asking unclearly, stops with one line."""
-    line = one_line(run(no_torch, "setup.py", "build_ext", cwd=ROOT, EDIT_EXT_CUDA=value))
-    assert "EDIT_EXT_CUDA" in line and (value == "1" or "'yes'" in line)
+def test_row_32_cuda_switch_is_unclear(no_torch: Path) -> None:
+    """A switch that is neither 0 nor 1 stops the build with one line."""
+    line = one_line(run(no_torch, "setup.py", "build_ext", cwd=ROOT, EDIT_EXT_CUDA="yes"))
+    assert "EDIT_EXT_CUDA" in line and "'yes'" in line
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a CUDA build")
+def test_row_32_cuda_build_without_cuda_torch() -> None:
+    """Asking for the CUDA part with a CPU build of torch stops with one line that says so."""
+    line = one_line(run(sys.executable, "setup.py", "build_ext", cwd=ROOT, EDIT_EXT_CUDA="1"))
+    assert "EDIT_EXT_CUDA=1" in line and "is a CPU build" in line
 
 
 def test_row_32_says_which_build_it_is() -> None:
-    """At run time the extension names its torch and SIMD path, and that it has no CUDA part."""
+    """At run time the extension names its torch, its SIMD path, and why it has CUDA or not."""
     info = edit_ext._C.build_info()
     assert info["torch"] == torch.__version__.split("+")[0]
     assert info["simd"] in info["simd_paths"] and "scalar" in info["simd_paths"]
-    assert info["cuda"] is False
+    reason = str(info["cuda_reason"])
+    assert reason.startswith("CUDA " if info["cuda"] else "not built: ")
 
 
 def test_row_31_isolated_build_finds_torch(tmp_path: Path) -> None:

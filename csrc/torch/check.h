@@ -44,6 +44,13 @@ inline void check_flat(const at::Tensor& t, const std::string& name, at::ScalarT
                     least);
 }
 
+// The same of exactly `n` elements.
+inline void check_vector(const at::Tensor& t, const std::string& name, at::ScalarType dtype,
+                         int64_t n) {
+  check_flat(t, name, dtype, n);
+  TORCH_CHECK_VALUE(t.numel() == n, name, " has ", t.numel(), " elements; expected ", n);
+}
+
 inline Wire wire_of(const at::Tensor& t, const std::string& name) {
   const DType type = dtype_of(t, name);
   TORCH_CHECK_TYPE(type != DType::f16, name,

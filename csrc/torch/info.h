@@ -34,8 +34,12 @@ inline pybind11::dict build_info() {
   info["simd_paths"] = paths;
   info["compiler"] = __VERSION__;
   info["torch"] = TORCH_VERSION;
+#if defined(EDIT_EXT_CUDA)
+  info["cuda"] = true;
+#else
   info["cuda"] = false;
-  info["cuda_reason"] = "this version has a CPU part only";
+#endif
+  info["cuda_reason"] = EDIT_EXT_CUDA_REASON;
   return info;
 }
 

@@ -44,7 +44,7 @@ std::tuple<Tensor, Tensor, Tensor> decide_op(const Tensor& norms, const Tensor& 
                                              int64_t max_flags_in_a_row) {
   const int64_t replicas = norms.numel();
   check_flat(norms, "norms", at::kDouble, 1);
-  check_flat(steps, "steps", at::kLong, replicas);
+  check_vector(steps, "steps", at::kLong, replicas);
   check_detector(detector, replicas);
   const Policy p = make_policy("sgd", 1.0, 0.0, false, std::nullopt, std::string(weighting),
                                temperature, z_threshold, ema_alpha, ema_warmup, max_flags_in_a_row);
@@ -64,10 +64,10 @@ Tensor merge_op(at::TensorList pieces, const Tensor& weights, const Tensor& merg
   TORCH_CHECK_VALUE(!pieces.empty(), "pieces is empty; expected one tensor per replica");
   const int64_t n = merged.numel();
   check_flat(merged, "merged", at::kFloat, 0);
-  check_flat(weights, "weights", at::kFloat, static_cast<int64_t>(pieces.size()));
+  check_vector(weights, "weights", at::kFloat, static_cast<int64_t>(pieces.size()));
   const Wire wire = wire_of(pieces[0], "pieces[0]");
   for (size_t r = 0; r < pieces.size(); ++r) {
-    check_flat(pieces[r], "pieces[" + std::to_string(r) + "]", pieces[0].scalar_type(), n);
+    check_vector(pieces[r], "pieces[" + std::to_string(r) + "]", pieces[0].scalar_type(), n);
   }
   std::vector<float> partials((n + kChunk - 1) / kChunk);
   const cpu::CpuDevice& dev = cpu_device();
@@ -88,9 +88,9 @@ void outer_step_op(const Tensor& merged, const Tensor& anchor, const Tensor& mom
                    OptionalDouble clip_norm) {
   const int64_t n = merged.numel();
   check_flat(merged, "merged", at::kFloat, 0);
-  check_flat(anchor, "anchor", at::kFloat, n);
-  check_flat(momentum, "momentum", at::kFloat, n);
-  check_flat(norm2, "norm2", at::kDouble, 1);
+  check_vector(anchor, "anchor", at::kFloat, n);
+  check_vector(momentum, "momentum", at::kFloat, n);
+  check_vector(norm2, "norm2", at::kDouble, 1);
   const Policy p = make_policy("sgd", outer_lr, outer_momentum, nesterov, clip_norm, "uniform", 1.0,
                                std::nullopt, 0.02, 2, 1);
   const MergeRecord record{norm2.data_ptr<double>()[0], 0};
