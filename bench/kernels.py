@@ -72,6 +72,9 @@ COLUMNS = (
 )
 
 
+MOST_STACKED = 8  # replicas, as csrc/core/stacked.h
+
+
 def measure(
     op: str, n: int, replicas: int, dtype: str, names: Sequence[str], repeats: int
 ) -> tuple[list[Row], Row]:
@@ -190,10 +193,9 @@ def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is too small; expected at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
 
 
 def _counts(text: str) -> list[int]:
@@ -237,6 +239,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `edit-ext bench kernels`; returns the exit code."""
     args = parser().parse_args(argv)
+    if "sync_stacked" in args.ops and max(args.replicas or [1]) > MOST_STACKED:
+        parser().error(f"--replicas: sync_stacked takes at most {MOST_STACKED}")
     try:
         result = run(args)
     except WrongResult as error:

@@ -28,4 +28,6 @@ from .config import EDiT
 from .handle import Handle
 from .hook import attach
 
+__version__ = "0.1.0"
+
 __all__ = ["_C", "EDiT", "Handle", "attach", "ops"]

@@ -43,8 +43,8 @@ def check_model(model: nn.Module, *, warmup: bool) -> None:
 def _check_module(name: str, module: nn.Module, warmup: bool) -> None:
     if isinstance(module, DistributedDataParallel):
         raise ValueError(
-            f"{name} is a DistributedDataParallel, which averages gradients at every step and "
-            "leaves nothing local; attach to the module inside it instead"
+            f"{name} is wrapped in DistributedDataParallel, which averages gradients at every step "
+            "and leaves nothing local; attach to the module inside it instead"
         )
     if parametrize.is_parametrized(module):
         raise ValueError(

@@ -52,7 +52,10 @@ class ReplicaGroup:
         if group is None:
             self.ranks = list(range(dist.get_world_size()))
         elif not isinstance(group, dist.ProcessGroup):
-            raise ValueError(f"group= does not contain rank {dist.get_rank()}: it is {group!r}")
+            raise ValueError(
+                f"group= must be a process group that contains rank {dist.get_rank()}; it is "
+                f"{group!r}"
+            )
         else:
             self.ranks = dist.get_process_group_ranks(group)
         self.size = len(self.ranks)

@@ -266,7 +266,7 @@ class Engine:
             return
         self._no_root_said = True
         warnings.warn(
-            "edit_ext: a sync was due but the model was trained without calling model(...) itself; "
-            "all its layers are synced before the optimizer's step instead, with nothing hidden.",
+            "edit_ext: a sync was due but no forward of model(...) itself in training mode came "
+            "before the step; all its layers are synced now, with nothing hidden.",
             stacklevel=2,
         )

@@ -157,8 +157,9 @@ class Handle:
         """One record per layer per sync since the last call, oldest first; at most 65,536 are kept.
 
         Keys: step, sync_index, layer; norms, weights, flags, idle, steps (one per replica);
-        merged_norm, clip, skip; exchange_seconds, exposed_seconds, begin_seconds,
-        write_back_seconds; bytes_sent. All norms, weights and flags are equal on all ranks.
+        merged_norm, clip, skip; exchange_seconds; exposed_seconds, what the training thread spent
+        (begin_seconds, waiting, write_back_seconds), so it can exceed the exchange; bytes_sent. All
+        norms, weights and flags are equal on all ranks.
         """
         return self._engine.syncs.metrics.drain()
 

@@ -116,15 +116,23 @@ def _scalar(like: Tensor) -> Tensor:
     return like.new_empty(1, dtype=torch.float64)
 
 
-def _same_device(anchor: Tensor, params: list[Tensor]) -> None:
-    for i, p in enumerate(params):
-        if p.device != anchor.device:
-            raise ValueError(f"params[{i}] is on {p.device}; expected {anchor.device}")
+def _one_device(**arguments: Tensor | list[Tensor]) -> None:
+    """Refuse a mixture: one `meta` tensor among real ones sends the call here, not to a kernel."""
+    devices = {}
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            devices[name] = value.device
+        else:
+            devices |= {f"{name}[{i}]": tensor.device for i, tensor in enumerate(value)}
+    real = [device for device in devices.values() if device.type != "meta"]
+    for name, device in devices.items():
+        if real and device != real[0]:
+            raise ValueError(f"{name} is on {device}; expected {real[0]}")
 
 
 @torch.library.register_fake("edit_ext::pseudo_grad")
 def _(anchor: Tensor, params: list[Tensor], send: Tensor) -> Tensor:
-    _same_device(anchor, params)
+    _one_device(anchor=anchor, params=params, send=send)
     return _scalar(anchor)
 
 
@@ -132,6 +140,7 @@ def _(anchor: Tensor, params: list[Tensor], send: Tensor) -> Tensor:
 def _(
     norms: Tensor, steps: Tensor, detector: Tensor, **policy: object
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _one_device(norms=norms, steps=steps, detector=detector)
     replicas = norms.shape[0]
     return (
         norms.new_empty(replicas, dtype=torch.float32),
@@ -142,17 +151,18 @@ def _(
 
 @torch.library.register_fake("edit_ext::merge")
 def _(pieces: list[Tensor], weights: Tensor, merged: Tensor) -> Tensor:
+    _one_device(pieces=pieces, weights=weights, merged=merged)
     return _scalar(merged)
 
 
 @torch.library.register_fake("edit_ext::outer_step")
 def _(merged: Tensor, anchor: Tensor, momentum: Tensor, norm2: Tensor, *policy: object) -> None:
-    """Returns nothing, like the operator."""
+    _one_device(merged=merged, anchor=anchor, momentum=momentum, norm2=norm2)
 
 
 @torch.library.register_fake("edit_ext::write_back")
 def _(anchor: Tensor, params: list[Tensor]) -> None:
-    _same_device(anchor, params)
+    _one_device(anchor=anchor, params=params)
 
 
 @torch.library.register_fake("edit_ext::stacked_outer_step")
@@ -164,7 +174,7 @@ def _(
     detector: Tensor,
     **policy: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _same_device(anchor, params)
+    _one_device(params=params, anchor=anchor, momentum=momentum, detector=detector)
     return (
         anchor.new_empty(replicas, dtype=torch.float64),
         anchor.new_empty(replicas, dtype=torch.float32),
@@ -175,4 +185,5 @@ def _(
 
 @torch.library.register_fake("edit_ext::stream")
 def _(kind: int, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    _one_device(a=a, b=b, out=out)
     return _scalar(a)

@@ -93,7 +93,11 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 def _structure(model: nn.Module) -> Rows:
     params = {clean(name): p for name, p in model.named_parameters()}
     rows: Rows = [
-        [name, f"{p.dtype} {list(p.shape)} strides {list(p.stride())}", p.requires_grad]
+        [
+            name,
+            f"{p.dtype} {list(p.shape)} strides {list(p.stride())}",
+            "trainable" if p.requires_grad else "frozen",
+        ]
         for name, p in params.items()
     ]
     rows += [

@@ -167,7 +167,7 @@ def test_row_08_hooks_not_called() -> None:
         model = Direct()
         optimizer = sgd(model)
         sync = edit_ext.attach(model, optimizer, plain())
-        with pytest.warns(UserWarning, match="without calling model") as caught:
+        with pytest.warns(UserWarning, match="no forward of model") as caught:
             for t in range(7):
                 call(model, batch(0, t)[0]).backward()
                 optimizer.step()

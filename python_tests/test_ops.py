@@ -245,6 +245,54 @@ BAD = {
         ValueError,
         r"params\[0\] is on meta; expected cpu",
     ),
+    "meta piece among cpu ones": (
+        lambda: ops.merge(
+            [torch.zeros(9), torch.zeros(9, device="meta")], torch.ones(2), torch.zeros(9)
+        ),
+        ValueError,
+        r"pieces\[1\] is on meta; expected cpu",
+    ),
+    "meta norm": (
+        lambda: ops.outer_step(
+            *(torch.zeros(9) for _ in range(3)),
+            torch.zeros(1, dtype=torch.float64, device="meta"),
+            0.7,
+            0.8,
+            True,
+            None,
+        ),
+        ValueError,
+        r"norm2 is on meta; expected cpu",
+    ),
+    "meta detector": (
+        lambda: ops.stacked_outer_step(
+            [[torch.zeros(3)]],
+            torch.zeros(128),
+            torch.zeros(128),
+            torch.zeros(1, 5, dtype=torch.float64, device="meta"),
+            outer_lr=0.7,
+            outer_momentum=0.8,
+            nesterov=True,
+            clip_norm=None,
+        ),
+        ValueError,
+        r"detector is on meta; expected cpu",
+    ),
+    "steps of other replicas": (
+        lambda: ops.decide(
+            torch.ones(2, dtype=torch.float64),
+            torch.ones(3, dtype=torch.int64),
+            torch.zeros(2, 5, dtype=torch.float64),
+            **POLICY,
+        ),
+        ValueError,
+        r"steps has 3 elements; expected 2",
+    ),
+    "more weights than pieces": (
+        lambda: ops.merge([torch.zeros(9)] * 2, torch.ones(3), torch.zeros(9)),
+        ValueError,
+        r"weights has 3 elements; expected 2",
+    ),
     "half wire": (
         lambda: ops.pseudo_grad(torch.zeros(128), [torch.zeros(3)], torch.zeros(128).half()),
         TypeError,

@@ -104,7 +104,7 @@ SAID: dict[Callable[[], None], list[str]] = {
     more_parameters: ["model", "None against 'tail.weight'", "nothing more"],
     other_dtype: ["model", "'stem.weight'", "float32", "bfloat16"],
     other_strides: ["model", "'stem.weight'", "strides [5, 1]", "strides [1, 7]"],
-    frozen_here: ["model", "'head.weight'", "True", "False"],
+    frozen_here: ["model", "'head.weight'", "trainable", "frozen"],
     other_config: ["settings", "'sync_every'", "has 2", "has 3"],
     other_layers: ["layers", "'blocks.0' against 'blocks'"],
     refused_there: ["'scale' is torch.float64"],
@@ -219,4 +219,4 @@ def test_rank_outside_its_group(ranks: Ranks) -> None:
     """A rank that passes a group it does not belong to is told so."""
     inside, out = ranks.outcomes(2, outside, seconds=20)
     assert inside.good and out.error is not None
-    assert "group= does not contain rank 1" in out.error
+    assert "group= must be a process group that contains rank 1" in out.error
