@@ -33,6 +33,9 @@ CPU_SOURCES = [
 ]
 COMM_SOURCES = [
     "csrc/comm/threads.cpp",
+    "csrc/comm/nccl_library.cpp",
+    "csrc/comm/nccl_life.cpp",
+    "csrc/comm/nccl.cpp",
 ]
 CUDA_SOURCES = [
     "csrc/cuda/passes.cu",
@@ -196,7 +199,7 @@ def extension(torch, cuda: Path | None, why: str) -> setuptools.Extension:
         sources=sources,
         depends=sorted(str(header) for header in Path("csrc").glob("*/*.*h")),
         library_dirs=folders,
-        libraries=[*libraries, "torch_python"],
+        libraries=[*libraries, "torch_python", "dl"],
         extra_compile_args={"cxx": flags, "nvcc": NVCC_FLAGS} if cuda else flags,
         extra_link_args=[OPENMP] if clang else [],
         language="c++",
