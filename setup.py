@@ -3,7 +3,7 @@
 Environment: MAX_JOBS (compilers at a time, default 2), EDIT_EXT_WERROR=0 (warnings of a compiler
 that we have not seen are no longer errors), EDIT_EXT_CUDA (0 or 1; else: built if torch is a CUDA
 build and a toolkit of its major version is found), CUDA_HOME, TORCH_CUDA_ARCH_LIST. No GPU is
-needed to build.
+needed to build. EDIT_EXT_CUDA=emulated is for tests: the CUDA part runs on the CPU's memory.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ CUDA_SOURCES = [
     "csrc/cuda/stacked.cu",
 ]
 TORCH_SOURCES = [
+    "csrc/torch/emulated.cpp",
     "csrc/torch/policy.cpp",
     "csrc/torch/ops.cpp",
     "csrc/torch/stacked.cpp",
@@ -74,7 +75,10 @@ def stop(sentence: str) -> None:
 
 
 def check_switches() -> None:
-    for name, known in (("EDIT_EXT_CUDA", ("", "0", "1")), ("EDIT_EXT_WERROR", ("0", "1"))):
+    for name, known in (
+        ("EDIT_EXT_CUDA", ("", "0", "1", "emulated")),
+        ("EDIT_EXT_WERROR", ("0", "1")),
+    ):
         value = os.environ.get(name, known[-1] if name == "EDIT_EXT_WERROR" else "")
         if value not in known:
             stop(f"{name} must be 0 or 1, got {value!r}.")
@@ -138,6 +142,8 @@ def find_cuda(torch) -> tuple[Path | None, str]:
     switch, wanted = os.environ.get("EDIT_EXT_CUDA", ""), torch.version.cuda
     if switch == "0":
         return None, "not built: EDIT_EXT_CUDA=0"
+    if switch == "emulated":
+        return None, "CUDA under the emulator of the tests, no GPU"
     reason = f"not built: torch {torch.__version__} is a CPU build"
     if wanted is not None:
         nvcc = shutil.which("nvcc")
@@ -187,6 +193,8 @@ def extension(torch, cuda: Path | None, why: str) -> setuptools.Extension:
     # set_num_threads), so we name none; clang's calls have other names and need its own.
     clang = "clang" in compiler_version()
     flags.append(f'-DEDIT_EXT_CUDA_REASON="{why}"')
+    if os.environ.get("EDIT_EXT_CUDA") == "emulated":
+        flags += ["-DEDIT_EXT_CUDA", '-DEDIT_EXT_EMULATED="../tests/emu.h"', "-Wno-unknown-pragmas"]
     sources, libraries = CPU_SOURCES + COMM_SOURCES + TORCH_SOURCES, ["c10", "torch", "torch_cpu"]
     folders = library_paths()
     if cuda:
@@ -216,6 +224,8 @@ def build_command(torch, cuda: Path | None, why: str) -> type:
             super().finalize_options()
             # pip hands in a temporary folder, which would compile all of it anew each time.
             tag = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+            if "emulator" in why:
+                tag += "-emulated"
             self.build_temp = str(Path("build") / f"ext-{tag}-torch{torch.__version__}")
 
         def run(self) -> None:

@@ -330,7 +330,7 @@ BAD = {
             **POLICY,
         ),
         ValueError,
-        r"detector has shape \[3, 5\]; expected contiguous \[2, 5\]",
+        r"detector has shape \[3, 5\] on cpu; expected contiguous fp64 \[2, 5\] on cpu",
     ),
     "too many stacked replicas": (
         lambda: ops.stacked_outer_step(

@@ -76,23 +76,33 @@ void CpuDevice::record(const LayerView& v, const SyncTag& tag) {
   v.records[v.replica] = {norm2, tag.sync_index, tag.steps, tag.done};
 }
 
+void CpuDevice::merge_pieces(const std::vector<const void*>& pieces, Wire wire,
+                             const float* weights, int64_t n, float* merged, float* partials,
+                             double* sum) const {
+  const bool stream = streams(n);
+  for_flat(n, [&](int64_t i, int64_t at, int size) {
+    std::vector<const void*> from(pieces.size());
+    for (size_t r = 0; r < from.size(); ++r) {
+      from[r] = static_cast<const char*>(pieces[r]) + wire_bytes(wire, at);
+    }
+    partials[i] = kernels_.merge(size, static_cast<int>(from.size()), wire, from.data(), weights,
+                                 merged + at, stream);
+  });
+  *sum = total(partials, (n + kChunk - 1) / kChunk);
+}
+
 void CpuDevice::merge(const LayerView& v, const Policy& p) {
   decide(p, v.replicas, v.records, v.detectors, v.per_replica, *v.decision);
-  const int64_t n = piece_elements(v, v.replica);
   std::vector<float> weights(v.replicas);
-  std::vector<const char*> pieces(v.replicas);
+  std::vector<const void*> pieces(v.replicas);
   for (int r = 0; r < v.replicas; ++r) {
     weights[r] = v.per_replica[r].weight;
     pieces[r] = received(v, r);
   }
-  const bool stream = streams(n);
-  for_flat(n, [&](int64_t i, int64_t at, int size) {
-    std::vector<const void*> from(pieces.size());
-    for (size_t r = 0; r < from.size(); ++r) from[r] = pieces[r] + wire_bytes(v.wire, at);
-    v.partials[i] = kernels_.merge(size, v.replicas, v.wire, from.data(), weights.data(),
-                                   v.merged + at, stream);
-  });
-  v.merge_records[v.mesh_rank] = {total(v.partials, (n + kChunk - 1) / kChunk), v.decision->hash};
+  MergeRecord& record = v.merge_records[v.mesh_rank];
+  merge_pieces(pieces, v.wire, weights.data(), piece_elements(v, v.replica), v.merged, v.partials,
+               &record.norm2);
+  record.hash = v.decision->hash;
 }
 
 void CpuDevice::outer_step(const LayerView& v, const Policy& p) {

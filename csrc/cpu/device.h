@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <vector>
 
 #include "../core/device.h"
 #include "kernels.h"
@@ -26,6 +27,11 @@ class CpuDevice final : public Device {
   void merge(const LayerView& v, const Policy& p) override;
   void outer_step(const LayerView& v, const Policy& p) override;
   void write_back(const LayerView& v) override;
+
+  // Step 5 without the decision: merged and sum [1] from R pieces of n elements wherever they are.
+  // weights: [R]; partials: one a chunk.
+  void merge_pieces(const std::vector<const void*>& pieces, Wire wire, const float* weights,
+                    int64_t n, float* merged, float* partials, double* sum) const;
 
   // body(i) for i in [0, n), on all threads.
   void for_each(int64_t n, const std::function<void(int64_t)>& body) const;

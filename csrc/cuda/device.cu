@@ -5,12 +5,6 @@
 namespace edit_ext::cuda {
 namespace {
 
-// One warp adds the chunk sums of the pseudo-gradient.
-__global__ void __launch_bounds__(kWarp) shard_sum_kernel(const LayerView v) {
-  const double sum = total(v.partials, v.num_chunks);
-  if (threadIdx.x == 0) v.shard_sums[v.shard] = sum;
-}
-
 __global__ void __launch_bounds__(kWarp) record_kernel(const LayerView v, const SyncTag tag) {
   if (threadIdx.x != 0) return;
   double norm2 = 0.0;
@@ -23,6 +17,12 @@ __global__ void __launch_bounds__(kWarp) decide_kernel(const LayerView v, const 
   decide(p, v.replicas, v.records, v.detectors, v.per_replica, *v.decision);
 }
 
+__global__ void __launch_bounds__(kWarp)
+    sum_kernel(const float* partials, int64_t chunks, double* out) {
+  const double sum = total(partials, chunks);
+  if (threadIdx.x == 0) *out = sum;
+}
+
 __global__ void __launch_bounds__(kWarp) merge_sum_kernel(const LayerView v) {
   const int64_t n = piece_elements(v, v.replica);
   const double sum = total(v.partials, (n + kChunk - 1) / kChunk);
@@ -33,11 +33,32 @@ __global__ void __launch_bounds__(kWarp) decide_clip_kernel(const LayerView v, c
   if (threadIdx.x == 0) decide_clip(p, v.mesh_ranks, v.merge_records, *v.decision);
 }
 
+int checked(int64_t replicas) {
+  if (replicas <= kMaxReplicas) return static_cast<int>(replicas);
+  throw std::runtime_error("a replica group has " + std::to_string(replicas) +
+                           " replicas; on CUDA at most " + std::to_string(kMaxReplicas));
+}
+
 }  // namespace
+
+void merge_pieces(const std::vector<const void*>& pieces, Wire wire, const float* weights,
+                  int64_t n, float* merged, float* partials, double* sum, cudaStream_t stream) {
+  Pieces p{};
+  p.replicas = checked(static_cast<int64_t>(pieces.size()));
+  for (int r = 0; r < p.replicas; ++r) p.at[r] = pieces[r];
+  p.weights = weights;
+  p.stride = 1;
+  p.n = n;
+  p.merged = merged;
+  p.partials = partials;
+  merge_pass(p, wire, stream);
+  launch("sum_kernel", sum_kernel, 1, kWarp, stream, partials, (n + kChunk - 1) / kChunk, sum);
+}
 
 void CudaDevice::pseudo_grad(const LayerView& v) {
   pseudo_grad_pass(v, stream_);
-  launch("shard_sum_kernel", shard_sum_kernel, 1, kWarp, stream_, v);
+  launch("sum_kernel", sum_kernel, 1, kWarp, stream_, v.partials, v.num_chunks,
+         v.shard_sums + v.shard);
 }
 
 void CudaDevice::record(const LayerView& v, const SyncTag& tag) {
@@ -45,12 +66,16 @@ void CudaDevice::record(const LayerView& v, const SyncTag& tag) {
 }
 
 void CudaDevice::merge(const LayerView& v, const Policy& p) {
-  if (v.replicas > kMaxReplicas) {
-    throw std::runtime_error("a replica group has " + std::to_string(v.replicas) +
-                             " replicas; on CUDA at most " + std::to_string(kMaxReplicas));
-  }
+  Pieces pieces{};
+  pieces.replicas = checked(v.replicas);
+  for (int r = 0; r < v.replicas; ++r) pieces.at[r] = received(v, r);
+  pieces.weights = &v.per_replica->weight;  // an address: nothing is read here
+  pieces.stride = sizeof(PerReplica) / sizeof(float);
+  pieces.n = piece_elements(v, v.replica);
+  pieces.merged = v.merged;
+  pieces.partials = v.partials;
   launch("decide_kernel", decide_kernel, 1, kWarp, stream_, v, p);
-  merge_pass(v, stream_);
+  merge_pass(pieces, v.wire, stream_);
   launch("merge_sum_kernel", merge_sum_kernel, 1, kWarp, stream_, v);
 }
 

@@ -3,10 +3,20 @@
 // `tensors` and `chunks`.
 #pragma once
 
+#include <vector>
+
 #include "../core/device.h"
 #include "runtime.h"
 
 namespace edit_ext::cuda {
+
+constexpr int64_t kTableBytes = 40;  // of one tensor in LayerView::table
+constexpr int kMaxReplicas = 256;    // addresses of their pieces travel with a launch
+
+// Step 5 without the decision: merged and sum [1] from R pieces of n elements wherever they are.
+// weights: [R]; partials: one a chunk.
+void merge_pieces(const std::vector<const void*>& pieces, Wire wire, const float* weights,
+                  int64_t n, float* merged, float* partials, double* sum, cudaStream_t stream);
 
 class CudaDevice final : public Device {
  public:

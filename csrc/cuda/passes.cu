@@ -49,40 +49,35 @@ __global__ void __launch_bounds__(kThreads) zero_kernel(float* out, int64_t n) {
 }
 
 template <class W>
-__global__ void __launch_bounds__(kThreads) merge_kernel(const LayerView v) {
-  __shared__ const W* pieces[kMaxReplicas];
+__global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ Pieces p) {
   __shared__ const W* from[kMaxReplicas];
   __shared__ float weights[kMaxReplicas];
-  const int64_t n = piece_elements(v, v.replica);
-  bool all = true;
-  for (int r = static_cast<int>(threadIdx.x); r < v.replicas; r += kThreads) {
-    pieces[r] = reinterpret_cast<const W*>(received(v, r));
-    weights[r] = v.per_replica[r].weight;
-  }
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < p.replicas) weights[thread] = p.weights[thread * p.stride];
   __syncthreads();
-  for (int r = 0; r < v.replicas; ++r) all = all && weights[r] != 0.0f;
+  bool all = true;
+  for (int r = 0; r < p.replicas; ++r) all = all && weights[r] != 0.0f;
   const BlockTeam team{true};
-  for (int64_t i = blockIdx.x; i * kChunk < n; i += gridDim.x) {
+  for (int64_t i = blockIdx.x; i * kChunk < p.n; i += gridDim.x) {
     const int64_t at = i * kChunk;
-    const int size = static_cast<int>(n - at < kChunk ? n - at : kChunk);
-    for (int r = static_cast<int>(threadIdx.x); r < v.replicas; r += kThreads) {
-      from[r] = pieces[r] + at;
-    }
+    const int size = static_cast<int>(p.n - at < kChunk ? p.n - at : kChunk);
+    if (thread < p.replicas) from[thread] = static_cast<const W*>(p.at[thread]) + at;
     __syncthreads();
     float sum;
-    if (all && v.replicas == 2) {
-      sum = merge<2>(team, size, 2, from, weights, v.merged + at);
-    } else if (all && v.replicas == 4) {
-      sum = merge<4>(team, size, 4, from, weights, v.merged + at);
-    } else if (all && v.replicas == 8) {
-      sum = merge<8>(team, size, 8, from, weights, v.merged + at);
+    if (all && p.replicas == 2) {
+      sum = merge<2>(team, size, 2, from, weights, p.merged + at);
+    } else if (all && p.replicas == 4) {
+      sum = merge<4>(team, size, 4, from, weights, p.merged + at);
+    } else if (all && p.replicas == 8) {
+      sum = merge<8>(team, size, 8, from, weights, p.merged + at);
     } else {
-      sum = merge<0>(team, size, v.replicas, from, weights, v.merged + at);
+      sum = merge<0>(team, size, p.replicas, from, weights, p.merged + at);
     }
-    if (threadIdx.x == 0) v.partials[i] = sum;
+    if (thread == 0) p.partials[i] = sum;
     // merge() has met at a barrier after its last read of `from`.
   }
 }
+static_assert(kMaxReplicas <= kThreads, "one thread looks up one replica");
 
 template <class W>
 __global__ void __launch_bounds__(kThreads) outer_step_kernel(const LayerView v, const Policy p) {
@@ -145,9 +140,9 @@ void pseudo_grad_pass(const LayerView& v, cudaStream_t stream) {
          blocks_for(tensors.num_chunks), kThreads, stream, tensors, v);
 }
 
-void merge_pass(const LayerView& v, cudaStream_t stream) {
-  launch("merge_kernel", v.wire == Wire::f32 ? merge_kernel<float> : merge_kernel<bf16>,
-         blocks_for(chunks_of(piece_elements(v, v.replica))), kThreads, stream, v);
+void merge_pass(const Pieces& p, Wire wire, cudaStream_t stream) {
+  launch("merge_kernel", wire == Wire::f32 ? merge_kernel<float> : merge_kernel<bf16>,
+         blocks_for(chunks_of(p.n)), kThreads, stream, p);
 }
 
 void outer_step_pass(const LayerView& v, const Policy& p, cudaStream_t stream) {

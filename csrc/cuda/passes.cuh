@@ -5,11 +5,18 @@
 
 namespace edit_ext::cuda {
 
-// Pointers to the replicas' pieces lie in shared memory while they are merged.
-constexpr int kMaxReplicas = 256;
+struct Pieces {
+  const void* at[kMaxReplicas];
+  const float* weights;
+  int32_t replicas;
+  int32_t stride;  // floats from one weight to the next
+  int64_t n;       // elements of each piece
+  float* merged;
+  float* partials;
+};
 
-void pseudo_grad_pass(const LayerView& v, cudaStream_t stream);  // send, partials
-void merge_pass(const LayerView& v, cudaStream_t stream);        // merged, partials
+void pseudo_grad_pass(const LayerView& v, cudaStream_t stream);    // send, partials
+void merge_pass(const Pieces& p, Wire wire, cudaStream_t stream);  // merged, partials
 void outer_step_pass(const LayerView& v, const Policy& p, cudaStream_t stream);
 void write_back_pass(const LayerView& v, cudaStream_t stream);
 

@@ -1,5 +1,6 @@
-#include "stacked.cuh"
+#include "stacked.h"
 #include "team.cuh"
+#include "tensors.cuh"
 
 namespace edit_ext::cuda {
 namespace {

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "../core/layer.h"
+#include "device.h"
 #include "launch.cuh"
 
 namespace edit_ext::cuda {
@@ -14,6 +15,8 @@ struct DeviceTensor {
   int64_t first_chunk;
   DType dtype;
 };
+
+static_assert(sizeof(DeviceTensor) == kTableBytes, "what LayerView::table is allocated for");
 
 // A Transformer block has about ten tensors. A launch copies its arguments whether they are used
 // or not, so there is room for a few tensors here and not for as many as would fit.

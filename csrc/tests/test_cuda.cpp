@@ -4,7 +4,7 @@
 
 #include "../cpu/stacked.h"
 #include "../cuda/device.h"
-#include "../cuda/stacked.cuh"
+#include "../cuda/stacked.h"
 #include "cuda_cases.h"
 #include "trajectory.h"
 

@@ -24,18 +24,18 @@ inline DType dtype_of(const at::Tensor& t, const std::string& name) {
   }
 }
 
-inline void check_cpu(const at::Tensor& t, const std::string& name) {
+// CUDA tensors come here only in a build with CUDA kernels; without them torch refuses the call.
+inline void check_on(const at::Tensor& t, const std::string& name, at::Device device) {
   TORCH_CHECK_VALUE(t.layout() == at::kStrided, name, " has layout ", t.layout(),
                     "; expected a strided (dense) tensor");
-  TORCH_CHECK_VALUE(t.device().is_cpu(), name, " is on ", t.device(),
-                    "; expected cpu (this build has no CUDA kernels)");
+  TORCH_CHECK_VALUE(t.device() == device, name, " is on ", t.device(), "; expected ", device);
 }
 
 // A flat buffer of ours: contiguous, one-dimensional, of the given dtype and at least `least`
 // elements.
-inline void check_flat(const at::Tensor& t, const std::string& name, at::ScalarType dtype,
-                       int64_t least) {
-  check_cpu(t, name);
+inline void check_flat(const at::Tensor& t, const std::string& name, at::Device device,
+                       at::ScalarType dtype, int64_t least) {
+  check_on(t, name, device);
   TORCH_CHECK_TYPE(t.scalar_type() == dtype, name, " has dtype ", t.scalar_type(), "; expected ",
                    dtype);
   TORCH_CHECK_VALUE(t.dim() == 1 && t.is_contiguous(), name, " has shape ", t.sizes(),
@@ -45,9 +45,9 @@ inline void check_flat(const at::Tensor& t, const std::string& name, at::ScalarT
 }
 
 // The same of exactly `n` elements.
-inline void check_vector(const at::Tensor& t, const std::string& name, at::ScalarType dtype,
-                         int64_t n) {
-  check_flat(t, name, dtype, n);
+inline void check_vector(const at::Tensor& t, const std::string& name, at::Device device,
+                         at::ScalarType dtype, int64_t n) {
+  check_flat(t, name, device, dtype, n);
   TORCH_CHECK_VALUE(t.numel() == n, name, " has ", t.numel(), " elements; expected ", n);
 }
 
@@ -60,11 +60,11 @@ inline Wire wire_of(const at::Tensor& t, const std::string& name) {
 }
 
 // Parameters whose memory can be walked in order: no gaps, no overlaps.
-inline Layout layout_of(at::TensorList params, const std::string& name) {
+inline Layout layout_of(at::TensorList params, const std::string& name, at::Device device) {
   Layout layout;
   for (size_t i = 0; i < params.size(); ++i) {
     const std::string item = name + "[" + std::to_string(i) + "]";
-    check_cpu(params[i], item);
+    check_on(params[i], item, device);
     const DType type = dtype_of(params[i], item);
     TORCH_CHECK_VALUE(params[i].is_non_overlapping_and_dense(), item, " has strides ",
                       params[i].strides(), "; expected dense storage without gaps");

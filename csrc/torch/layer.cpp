@@ -42,7 +42,7 @@ Layer::Layer(std::string name, std::vector<at::Tensor> params, SharedComms comms
   for (size_t i = 0; i < params_.size(); ++i) {
     const std::string item = "layer " + name_ + ": params[" + std::to_string(i) + "]";
     const at::Tensor& p = params_[i];
-    check_cpu(p, item);
+    check_on(p, item, at::kCPU);
     dtype_of(p, item);
     TORCH_CHECK_VALUE(!p.is_inference(), item,
                       " is an inference tensor; expected one made outside "

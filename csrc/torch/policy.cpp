@@ -52,25 +52,12 @@ Policy make_policy(const std::string& outer, double outer_lr, double outer_momen
   return p;
 }
 
-void check_detector(const at::Tensor& detector, int64_t replicas) {
-  TORCH_CHECK_TYPE(detector.scalar_type() == at::kDouble, "detector has dtype ",
-                   detector.scalar_type(), "; expected float64");
-  TORCH_CHECK_VALUE(detector.device().is_cpu() && detector.is_contiguous() && detector.dim() == 2 &&
+void check_detector(const at::Tensor& detector, int64_t replicas, at::Device device) {
+  TORCH_CHECK_VALUE(detector.scalar_type() == at::kDouble && detector.is_contiguous() &&
+                        detector.device() == device && detector.dim() == 2 &&
                         detector.size(0) == replicas && detector.size(1) == 5,
-                    "detector has shape ", detector.sizes(), "; expected contiguous [", replicas,
-                    ", 5] on cpu");
-}
-
-at::Tensor weights_of(const std::vector<PerReplica>& replicas) {
-  at::Tensor t = at::empty({static_cast<int64_t>(replicas.size())}, at::kFloat);
-  for (size_t r = 0; r < replicas.size(); ++r) t.data_ptr<float>()[r] = replicas[r].weight;
-  return t;
-}
-
-at::Tensor flags_of(const std::vector<PerReplica>& replicas) {
-  at::Tensor t = at::empty({static_cast<int64_t>(replicas.size())}, at::kBool);
-  for (size_t r = 0; r < replicas.size(); ++r) t.data_ptr<bool>()[r] = replicas[r].flagged != 0;
-  return t;
+                    "detector has shape ", detector.sizes(), " on ", detector.device(),
+                    "; expected contiguous fp64 [", replicas, ", 5] on ", device);
 }
 
 #ifndef _OPENMP

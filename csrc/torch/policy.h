@@ -18,9 +18,7 @@ Policy make_policy(const std::string& outer, double outer_lr, double outer_momen
                    double temperature, std::optional<double> z_threshold, double ema_alpha,
                    int64_t ema_warmup, int64_t max_flags_in_a_row);
 
-void check_detector(const at::Tensor& detector, int64_t replicas);  // fp64 [replicas, 5]
-at::Tensor weights_of(const std::vector<PerReplica>& replicas);     // fp32 [replicas]
-at::Tensor flags_of(const std::vector<PerReplica>& replicas);       // bool [replicas]
+void check_detector(const at::Tensor& detector, int64_t replicas, at::Device device);
 
 // The CPU on the calling thread with torch's own threads.
 cpu::CpuDevice& cpu_device();

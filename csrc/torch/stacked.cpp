@@ -4,7 +4,10 @@
 
 #include "../cpu/stacked.h"
 #include "check.h"
-#include "policy.h"
+#include "place.h"
+#if defined(EDIT_EXT_CUDA)
+#include "../cuda/stacked.h"
+#endif
 
 namespace edit_ext {
 namespace {
@@ -32,7 +35,7 @@ struct Stack {
                         " has shape ", t.sizes(), " and strides ", t.strides(),
                         "; expected those of replica 0, ", first.sizes(), " and ", first.strides());
     }
-    const Layout layout = layout_of(params, "params");
+    const Layout layout = layout_of(params, "params", params[0].device());
     for (int64_t i = 0; i < each; ++i) {
       StackedTensor t{{}, params[i].numel(), size, chunks};
       for (int64_t r = 0; r < count; ++r) {
@@ -54,34 +57,38 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> stacked_outer_step(
     std::optional<double> z_threshold, double ema_alpha, int64_t ema_warmup,
     int64_t max_flags_in_a_row) {
   const Stack stack(params, replicas);
-  check_flat(anchor, "anchor", at::kFloat, stack.size);
-  check_flat(momentum, "momentum", at::kFloat, stack.size);
-  check_detector(detector, replicas);
+  const at::Device device = place_of(params[0], "params[0]");
+  check_flat(anchor, "anchor", device, at::kFloat, stack.size);
+  check_flat(momentum, "momentum", device, at::kFloat, stack.size);
+  check_detector(detector, replicas, device);
   const Policy p =
       make_policy("sgd", outer_lr, outer_momentum, nesterov, clip_norm, std::string(weighting),
                   temperature, z_threshold, ema_alpha, ema_warmup, max_flags_in_a_row);
   const int count = static_cast<int>(replicas);
-  std::vector<float> partials(stack.chunks * pairs_of(count));
-  std::vector<PerReplica> decided(replicas);
-  Decision d{};
-  double merged2 = 0.0;
-  const Tensor weights = at::empty({replicas}, at::kFloat);
+  const Tensor partials = bytes_on(device, stack.chunks * pairs_of(count) * 4);
+  const Tensor decided = zeros_on(device, replicas * sizeof(PerReplica));
+  const Tensor decision = zeros_on(device, sizeof(Decision)), merged2 = zeros_on(device, 8);
+  const Tensor weights = at::empty({replicas}, at::TensorOptions(device).dtype(at::kFloat));
   const StackedView v{count,
                       stack.chunks,
                       anchor.data_ptr<float>(),
                       momentum.data_ptr<float>(),
                       reinterpret_cast<Detector*>(detector.data_ptr<double>()),
-                      partials.data(),
-                      decided.data(),
+                      as<float>(partials),
+                      as<PerReplica>(decided),
                       weights.data_ptr<float>(),
-                      &merged2,
-                      &d};
+                      as<double>(merged2),
+                      as<Decision>(decision)};
+#if defined(EDIT_EXT_CUDA)
+  if (on_cuda(device)) {
+    const c10::DeviceGuard guard(device);
+    const Tensor table = bytes_on(device, stack.tensors.size() * sizeof(StackedTensor));
+    cuda::stacked_sync(stack.tensors, table.data_ptr(), v, p, current_stream(device));
+    return {norms_in(decided), weights, flags_in(decided), scalars_in(decision)};
+  }
+#endif
   cpu::stacked_sync(cpu_device(), stack.tensors, v, p);
-  Tensor norms = at::empty({replicas}, at::kDouble), scalars = at::empty({3}, at::kDouble);
-  for (int r = 0; r < count; ++r) norms.data_ptr<double>()[r] = decided[r].norm;
-  const double numbers[3] = {d.merged_norm, d.clip, static_cast<double>(d.skip)};
-  std::copy(numbers, numbers + 3, scalars.data_ptr<double>());
-  return {norms, weights, flags_of(decided), scalars};
+  return {norms_in(decided), weights, flags_in(decided), scalars_in(decision)};
 }
 
 }  // namespace edit_ext

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "../core/stacked.h"
-#include "tensors.cuh"
+#include "runtime.h"
 
 namespace edit_ext::cuda {
 
