@@ -49,6 +49,8 @@ TORCH_SOURCES = [
     "csrc/torch/stacked.cpp",
     "csrc/torch/c10d_comm.cpp",
     "csrc/torch/checksum.cpp",
+    "csrc/torch/lane.cpp",
+    "csrc/torch/staged.cpp",
     "csrc/torch/flight.cpp",
     "csrc/torch/layer.cpp",
     "csrc/torch/module.cpp",

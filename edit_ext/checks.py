@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
+from . import _C
 from .layer import clean
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,6 +37,15 @@ def check_model(model: nn.Module, *, warmup: bool) -> None:
                     "them by using one nn.Parameter in both places"
                 )
             places[place] = name
+    homes: dict[torch.device, str] = {}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            homes.setdefault(param.device, clean(name))
+    if len(homes) > 1:
+        said = ", ".join(f"{name!r} on {device}" for device, name in homes.items())
+        raise ValueError(
+            f"the trainable parameters are on several devices: {said}; attach needs one"
+        )
     if not places and not any(p.requires_grad for p in model.parameters()):
         raise ValueError("the model has no trainable parameter")
 
@@ -89,9 +99,10 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
         raise TypeError(
             f"parameter {name!r} is {param.dtype}; attach handles float32, bfloat16 and float16"
         )
-    if param.device.type != "cpu":
+    if param.device.type != "cpu" and not _C.on_cuda(param):
         raise ValueError(
-            f"parameter {name!r} is on {param.device}; this build handles the CPU only"
+            f"parameter {name!r} is on {param.device}; this build handles the CPU only: its CUDA "
+            f"part is {_C.build_info()['cuda_reason']}"
         )
     if any(s == 0 and n > 1 for s, n in zip(param.stride(), param.shape, strict=True)):
         raise ValueError(

@@ -47,14 +47,14 @@ class Engine:
         config: EDiT,
         plan: Plan,
         group: ReplicaGroup,
-        worker: _C.Worker,
+        lane: _C.Lane,
         comm: _C.Comm | None,
     ) -> None:
         self.model, self.config, self.plan = model, config, plan
-        self.group, self.worker, self.comm = group, worker, comm
+        self.group, self.lane, self.comm = group, lane, comm
         self.ticker = Ticker(optimizers)
         self.clock = Clock(config)
-        self.syncs = Syncs(model, self.clock, plan, group, worker, comm)
+        self.syncs = Syncs(model, self.clock, plan, group, lane, comm)
         self.error: str | None = None
         self.closed = False
         self.paused = False
@@ -203,7 +203,7 @@ class Engine:
 
     def peer_failed(self, reason: str) -> None:
         """The heartbeat has lost a peer: every wait in C++ ends with this reason."""
-        self.worker.fail(reason)
+        self.lane.fail(reason)
         if self.comm is not None:
             self.comm.abort(reason)
 
@@ -240,7 +240,7 @@ class Engine:
         if not clean and self.comm is not None:
             self.comm.abort(self.error or "the handle was closed")
             keep_for_ever(self.comm)
-        clean = self.worker.close(1.0 if clean else 0.0) and clean
+        clean = self.lane.close(1.0 if clean else 0.0) and clean
         self.group.close(clean=clean)
 
     def __del__(self) -> None:

@@ -161,11 +161,13 @@ class Handle:
         (begin_seconds, waiting, write_back_seconds), so it can exceed the exchange; bytes_sent. All
         norms, weights and flags are equal on all ranks.
         """
+        self._engine.syncs.settle()
         return self._engine.syncs.metrics.drain()
 
     def totals(self) -> dict[str, float]:
         """Sums since attach: syncs, steps, bytes_sent (warm-up gradients, scalars and payload),
         sync_seconds, exposed_sync_seconds (what the training thread spent), records_dropped."""
+        self._engine.syncs.settle()
         engine, totals = self._engine, self._engine.syncs.metrics.totals
         return {
             "syncs": totals.syncs,

@@ -71,9 +71,9 @@ def attach(
             problem = error
         agree(replicas, model, plan, config, start, problem)
         assert plan is not None  # agree() has raised the problem
-        worker = _C.Worker()
+        lane = _C.make_lane(next(p for p in model.parameters() if p.requires_grad))
         comm = replicas.comm(comm_wrapper)
-        engine = Engine(model, optimizers, config, plan, replicas, worker, comm)
+        engine = Engine(model, optimizers, config, plan, replicas, lane, comm)
     except BaseException as error:
         if replicas.heartbeat is not None and problem is None:
             replicas.heartbeat.say_failed(f"attach: {error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Iterable
 
 import torch
@@ -34,7 +35,7 @@ class Syncs:
         clock: Clock,
         plan: Plan,
         group: ReplicaGroup,
-        worker: _C.Worker,
+        lane: _C.Lane,
         comm: _C.Comm | None,
     ) -> None:
         config = clock.config
@@ -44,7 +45,7 @@ class Syncs:
         self.trainable = {name: p for unit in plan.units for name, p in unit.params.items()}
         self.pool = _C.BufferPool(max(config.prefetch, 1))
         self._model, self._clock, self._group = model, clock, group
-        self._worker, self._comm = worker, comm
+        self._lane, self._comm = lane, comm
         self.layers = [self._layer(unit.name, list(unit.params.values())) for unit in plan.units]
         self._buffers = self._averaged_buffers()
         if self._buffers:
@@ -55,6 +56,9 @@ class Syncs:
         self._forward_seen = False
         self.recording = True
         self.said_done = False  # in the last sync that has begun
+        # What has finished and not been counted: (step, layer), None at the end of a sync. A GPU
+        # tells its statistics when it gets there, and nobody waits for it.
+        self._unsettled: deque[tuple[int, _C.Layer] | None] = deque()
 
     @property
     def active(self) -> bool:
@@ -106,6 +110,7 @@ class Syncs:
     def start(self, *, done: bool) -> None:
         """Open the next sync. `done`: this replica has ended its training."""
         self._identity.check(self._model)
+        self.settle()
         self._renew_buffers()
         if self._clock.sync_index == 0:
             self._agree_on_order()
@@ -140,6 +145,7 @@ class Syncs:
 
     def all_done(self) -> bool:
         """Whether every replica has said in the last sync that it has ended its training."""
+        self.settle()
         done = self.layers[0].stats()["done"]
         assert isinstance(done, list)
         return all(done)
@@ -162,13 +168,29 @@ class Syncs:
 
     def _maybe_over(self) -> None:
         if self.pipeline.over():
-            self.metrics.end_sync()
+            self._unsettled.append(None)
+            self.settle(wait=False)
             if self._group.heartbeat is not None:
                 self._group.heartbeat.reached(self._clock.sync_index)
 
     def _layer_done(self, index: int) -> None:
-        layer = self.layers[index]
-        self.metrics.add(self._clock.step, layer.name, layer.stats())
+        self._unsettled.append((self._clock.step, self.layers[index]))
+        self.settle(wait=False)
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Count finished layers; `wait`: also those whose statistics are still on their way.
+
+        Raises what the ranks' decisions were wrong about, on a GPU here and not at the layer.
+        """
+        while self._unsettled:
+            if self._unsettled[0] is None:
+                self.metrics.end_sync()
+            else:
+                step, layer = self._unsettled[0]
+                if not (wait or layer.settled):
+                    return
+                self.metrics.add(step, layer.name, layer.stats())
+            self._unsettled.popleft()
 
     def _policy(self, *, buffers: bool) -> _C.Policy:
         """The settings' rules, or a plain mean for the buffers."""
@@ -184,7 +206,7 @@ class Syncs:
             tensors,
             replica=self._comm,
             mesh=self._comm,
-            worker=self._worker,
+            lane=self._lane,
             pool=self.pool,
             wire=self._clock.config.wire,
             anchored=anchored,

@@ -5,7 +5,7 @@
 
 #include "../core/layer.h"
 #include "device.h"
-#include "launch.cuh"
+#include "launch.h"
 
 namespace edit_ext::cuda {
 

@@ -8,7 +8,7 @@
 namespace edit_ext {
 
 uint64_t checksum(const at::Tensor& t) {
-  const at::Tensor dense = t.detach().contiguous();
+  const at::Tensor dense = t.detach().contiguous().cpu();
   const auto* bytes = static_cast<const unsigned char*>(dense.data_ptr());
   const auto n = static_cast<int64_t>(dense.nbytes());
   // Eight interleaved multiplicative chains over words: memory speed without losing the position.

@@ -5,8 +5,8 @@
 namespace edit_ext {
 namespace {
 
-at::Tensor grown(at::Tensor& t, int64_t bytes) {
-  if (!t.defined() || t.numel() < bytes) t = at::empty({bytes}, at::kByte);
+at::Tensor grown(at::Tensor& t, int64_t bytes, at::Device device) {
+  if (!t.defined() || t.numel() < bytes || t.device() != device) t = bytes_on(device, bytes);
   return t;
 }
 
@@ -28,11 +28,27 @@ std::shared_ptr<Buffers> BufferPool::acquire() {
 int64_t BufferPool::bytes() const {
   int64_t sum = 0;
   for (const auto& b : buffers_) {
-    for (const at::Tensor* t : {&b->send, &b->recv, &b->merged, &b->partials}) {
+    for (const at::Tensor* t : {&b->send, &b->recv, &b->merged, &b->partials, &b->table}) {
       if (t->defined()) sum += t->numel();
     }
   }
   return sum;
+}
+
+ScalarBlock::ScalarBlock(at::Device where, int replicas, int shards, int mesh_ranks) {
+  int64_t at = 0;
+  const auto take = [&at](int64_t bytes) {
+    const int64_t place = at;
+    at = round_up(at + bytes, 16);
+    return place;
+  };
+  take(shards * static_cast<int64_t>(sizeof(double)));  // shard sums, at the start
+  records = take(replicas * static_cast<int64_t>(sizeof(NormRecord)));
+  per_replica = take(replicas * static_cast<int64_t>(sizeof(PerReplica)));
+  merge_records = take(mesh_ranks * static_cast<int64_t>(sizeof(MergeRecord)));
+  decision = take(sizeof(Decision));
+  device = zeros_on(where, at);
+  host = on_cuda(where) ? pinned_bytes(at) : device;
 }
 
 int64_t Flight::sent() const {
@@ -57,19 +73,19 @@ void Flight::point() {
   v.momentum = momentum.defined() ? momentum.data_ptr<float>() : nullptr;
   v.detectors = reinterpret_cast<Detector*>(detector.data_ptr<double>());
   Buffers& b = *buffers;
-  v.send = grown(b.send, wire_bytes(v.wire, v.replicas * v.piece)).data_ptr();
-  v.recv = grown(b.recv, wire_bytes(v.wire, (v.replicas - 1) * v.piece)).data_ptr();
-  v.merged = static_cast<float*>(grown(b.merged, v.piece * 4).data_ptr());
-  v.partials = static_cast<float*>(grown(b.partials, layout.partials(v.piece) * 4).data_ptr());
-  shard_sums.resize(v.shards);
-  records.resize(v.replicas);
-  per_replica.resize(v.replicas);
-  merge_records.resize(v.mesh_ranks);
-  v.shard_sums = shard_sums.data();
-  v.records = records.data();
-  v.per_replica = per_replica.data();
-  v.merge_records = merge_records.data();
-  v.decision = &decision;
+  const at::Device where = anchor.device();
+  v.send = grown(b.send, wire_bytes(v.wire, v.replicas * v.piece), where).data_ptr();
+  v.recv = grown(b.recv, wire_bytes(v.wire, (v.replicas - 1) * v.piece), where).data_ptr();
+  v.merged = as<float>(grown(b.merged, v.piece * 4, where));
+  v.partials = as<float>(grown(b.partials, layout.partials(v.piece) * 4, where));
+  v.table = grown(b.table, table_bytes(layout.tensors.size()), where).data_ptr();
+  scalars = ScalarBlock(where, v.replicas, v.shards, v.mesh_ranks);
+  char* const base = static_cast<char*>(scalars.device.data_ptr());
+  v.shard_sums = reinterpret_cast<double*>(base);
+  v.records = reinterpret_cast<NormRecord*>(base + scalars.records);
+  v.per_replica = reinterpret_cast<PerReplica*>(base + scalars.per_replica);
+  v.merge_records = reinterpret_cast<MergeRecord*>(base + scalars.merge_records);
+  v.decision = reinterpret_cast<Decision*>(base + scalars.decision);
 }
 
 }  // namespace edit_ext

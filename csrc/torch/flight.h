@@ -8,13 +8,15 @@
 
 #include "../core/comm.h"
 #include "../core/layout.h"
-#include "../cpu/worker.h"
+#include "lane.h"
+#include "timer.h"
 
 namespace edit_ext {
 
-// Working memory of one layer in flight.
+// Working memory of one layer in flight, where its parameters are.
 struct Buffers {
-  at::Tensor send, recv, merged, partials;
+  at::Tensor send, recv, merged, partials, table;
+  std::shared_ptr<const Timer> last_use;  // its end: until then a stream may still read them
 };
 
 // As many Buffers as layers may be in flight, each grown to the largest layer that used it.
@@ -28,15 +30,25 @@ class BufferPool {
   std::vector<std::shared_ptr<Buffers>> buffers_;
 };
 
-struct SharedComms {
-  std::shared_ptr<Comm> shard, replica, mesh;
-};
-
 // A missing group is a group of one.
 inline int group_size(const std::shared_ptr<Comm>& c) { return c ? c->size() : 1; }
 inline int group_rank(const std::shared_ptr<Comm>& c) { return c ? c->rank() : 0; }
 
-// All that the worker's task touches. The task and the layer share it, so a layer may be dropped
+// The scalars of one layer in flight: one block where the device works, and a block of the host
+// that it is copied to when the sync is over. On the CPU both are one.
+struct ScalarBlock {
+  at::Tensor device, host;
+  int64_t records = 0, per_replica = 0, merge_records = 0, decision = 0;  // places, in bytes
+
+  ScalarBlock() = default;
+  ScalarBlock(at::Device where, int replicas, int shards, int mesh_ranks);
+  template <class T>
+  const T* read(int64_t place) const {
+    return reinterpret_cast<const T*>(static_cast<const char*>(host.data_ptr()) + place);
+  }
+};
+
+// All that the lane's task touches. The task and the layer share it, so a layer may be dropped
 // while its exchange is still under way.
 struct Flight {
   std::shared_ptr<Buffers> buffers;
@@ -46,13 +58,10 @@ struct Flight {
   Policy policy;
   SyncTag tag{};
   at::Tensor anchor, momentum, detector;
-  std::vector<double> shard_sums;
-  std::vector<NormRecord> records;
-  std::vector<PerReplica> per_replica;
-  std::vector<MergeRecord> merge_records;
-  Decision decision{};
-  cpu::Worker::Ticket ticket = 0;
-  double begin_seconds = 0, exchange_seconds = 0, wait_seconds = 0;
+  ScalarBlock scalars;
+  Lane::Ticket ticket = 0;
+  std::shared_ptr<Timer> begin_timer, stall_timer, write_back_timer;
+  double exchange_seconds = 0, wait_seconds = 0;  // on the clock of the host
   int64_t bytes_sent = 0;
 
   // Bytes that this rank has sent in all three groups so far.

@@ -3,37 +3,27 @@
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
-#include <chrono>
-
 #include "../core/sync.h"
-#include "../cpu/device.h"
 #include "check.h"
 #include "policy.h"
 
 namespace edit_ext {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-// On the worker one thread computes: torch's others belong to the forward that runs meanwhile.
-cpu::CpuDevice& worker_device() {
-  // Never destroyed: at exit the worker may still be inside it.
-  static auto* device = new cpu::CpuDevice;
-  return *device;
+at::Device device_of(const std::string& layer, const std::vector<at::Tensor>& params) {
+  return params.empty() ? at::Device(at::kCPU)
+                        : place_of(params[0], "layer " + layer + ": params[0]");
 }
 
 }  // namespace
 
 Layer::Layer(std::string name, std::vector<at::Tensor> params, SharedComms comms,
-             std::shared_ptr<cpu::Worker> worker, std::shared_ptr<BufferPool> pool, Wire wire,
-             bool anchored)
+             std::shared_ptr<Lane> lane, std::shared_ptr<BufferPool> pool, Wire wire, bool anchored)
     : name_(std::move(name)),
       params_(std::move(params)),
       comms_(std::move(comms)),
-      worker_(std::move(worker)),
+      lane_(std::move(lane)),
+      device_(device_of(name_, params_)),
       pool_(std::move(pool)),
       wire_(wire),
       anchored_(anchored),
@@ -42,7 +32,7 @@ Layer::Layer(std::string name, std::vector<at::Tensor> params, SharedComms comms
   for (size_t i = 0; i < params_.size(); ++i) {
     const std::string item = "layer " + name_ + ": params[" + std::to_string(i) + "]";
     const at::Tensor& p = params_[i];
-    check_on(p, item, at::kCPU);
+    check_on(p, item, device_);
     dtype_of(p, item);
     TORCH_CHECK_VALUE(!p.is_inference(), item,
                       " is an inference tensor; expected one made outside "
@@ -59,9 +49,10 @@ Layer::Layer(std::string name, std::vector<at::Tensor> params, SharedComms comms
   const int replicas = group_size(comms_.replica);
   size_ = flat.size;
   piece_ = piece_size(size_, replicas);
-  anchor_ = at::zeros({replicas * piece_}, at::kFloat);
-  if (anchored_) momentum_ = at::zeros({piece_}, at::kFloat);
-  detector_ = at::zeros({replicas, 5}, at::kDouble);
+  const at::TensorOptions here(device_);
+  anchor_ = at::zeros({replicas * piece_}, here.dtype(at::kFloat));
+  if (anchored_) momentum_ = at::zeros({piece_}, here.dtype(at::kFloat));
+  detector_ = at::zeros({replicas, 5}, here.dtype(at::kDouble));
   if (anchored_) capture();
 }
 
@@ -104,9 +95,10 @@ at::Tensor Layer::part_of(const at::Tensor& flat, size_t i) const {
 void Layer::begin(const Policy& policy, const SyncTag& tag) {
   c10::NoGradGuard no_grad;
   if (flight_) throw std::runtime_error(where(tag) + "the layer is in flight already");
-  const auto start = Clock::now();
   auto f = std::make_shared<Flight>();
+  f->begin_timer = std::make_shared<Timer>(device_);
   f->buffers = pool_->acquire();
+  if (f->buffers->last_use) f->buffers->last_use->before_current();
   f->comms = comms_;
   f->layout = layout(true);
   f->policy = policy;
@@ -117,46 +109,78 @@ void Layer::begin(const Policy& policy, const SyncTag& tag) {
   f->view.wire = wire_;
   f->view.anchored = anchored_;
   f->point();
-  sync_begin(cpu_device(), f->view);
-  f->ticket = worker_->submit([f, at = where(tag)] {
-    const auto began = Clock::now();
+  run_on(device_, [&](Device& passes) { sync_begin(passes, f->view); });
+  f->begin_timer->stop();
+  f->ticket = lane_->submit(comms_, [f, at = where(tag)](Device& passes, const Comms& comms) {
+    const Timer timer(at::kCPU);
     const int64_t before = f->sent();
-    const Comms comms{f->comms.shard.get(), f->comms.replica.get(), f->comms.mesh.get()};
     try {
-      sync_exchange(worker_device(), comms, f->view, f->policy, f->tag);
+      sync_exchange(passes, comms, f->view, f->policy, f->tag);
     } catch (const std::exception& e) {
       throw std::runtime_error(at + e.what());
     }
     f->bytes_sent = f->sent() - before;
-    f->exchange_seconds = seconds_since(began);
+    f->exchange_seconds = timer.seconds_so_far();
   });
-  f->begin_seconds = seconds_since(start);
   flight_ = std::move(f);
 }
 
 bool Layer::wait_for(double seconds) {
   if (!flight_) throw std::runtime_error("layer " + name_ + ": no sync is in flight");
-  const auto start = Clock::now();
-  const bool done = worker_->wait(flight_->ticket, seconds);
-  if (seconds > 0) flight_->wait_seconds += seconds_since(start);
+  const Timer timer(at::kCPU);
+  const bool done = lane_->wait(flight_->ticket, seconds);
+  if (seconds > 0) flight_->wait_seconds += timer.seconds_so_far();
   return done;
 }
 
 void Layer::finish() {
   c10::NoGradGuard no_grad;
-  const auto start = Clock::now();
   const std::shared_ptr<Flight> f = std::move(flight_);
   flight_ = nullptr;
+  f->stall_timer = std::make_shared<Timer>(device_);
+  lane_->join(f->ticket);
+  f->stall_timer->stop();
+  f->write_back_timer = std::make_shared<Timer>(device_);
   // Where the parameters live now, wherever they were at begin.
   f->layout = layout(false);
   f->layout.describe(f->view);
-  sync_finish(cpu_device(), f->view);
+  run_on(device_, [&](Device& passes) { sync_finish(passes, f->view); });
   copy_out();
-  stats_ = LayerStats{f->tag,          f->records,           f->per_replica,
-                      f->decision,     f->begin_seconds,     f->exchange_seconds,
-                      f->wait_seconds, seconds_since(start), f->bytes_sent};
-  const int32_t status = f->decision.status;
-  const std::string at = where(f->tag);
+  if (on_cuda(device_)) f->scalars.host.copy_(f->scalars.device, /*non_blocking=*/true);
+  f->write_back_timer->stop();
+  f->buffers->last_use = f->write_back_timer;
+  last_ = f;
+  if (!on_cuda(device_)) stats();
+}
+
+const LayerStats& Layer::stats() {
+  if (last_) {
+    const std::shared_ptr<Flight> f = std::move(last_);
+    last_ = nullptr;
+    const double write_back = f->write_back_timer->seconds();  // waits for the device
+    const double on_stream = lane_->seconds(f->ticket);
+    const auto* records = f->scalars.read<NormRecord>(f->scalars.records);
+    const auto* replicas = f->scalars.read<PerReplica>(f->scalars.per_replica);
+    stats_ = LayerStats{f->tag,
+                        {records, records + f->view.replicas},
+                        {replicas, replicas + f->view.replicas},
+                        *f->scalars.read<Decision>(f->scalars.decision),
+                        f->begin_timer->seconds(),
+                        on_stream < 0 ? f->exchange_seconds : on_stream,
+                        f->wait_seconds + f->stall_timer->seconds(),
+                        write_back,
+                        f->bytes_sent};
+    judge(*f);
+  }
+  if (!stats_) throw std::runtime_error("layer " + name_ + ": no sync has finished yet");
+  return *stats_;
+}
+
+// Throws when the ranks did not agree.
+void Layer::judge(const Flight& f) {
+  const Decision& decision = stats_->decision;
+  const int32_t status = decision.status;
+  const std::string at = where(f.tag);
   if (status & kWrongSync) {
     throw std::runtime_error(at +
                              "replicas are at different syncs; every replica must take part "
@@ -169,9 +193,9 @@ void Layer::finish() {
         "state differ between replicas");
   }
   if (status & kNonFinite) {
-    throw std::runtime_error(at + "replica " + std::to_string(f->decision.culprit) +
+    throw std::runtime_error(at + "replica " + std::to_string(decision.culprit) +
                              " had a norm that is not finite more than " +
-                             std::to_string(f->policy.max_flags_in_a_row) + " times in a row");
+                             std::to_string(f.policy.max_flags_in_a_row) + " times in a row");
   }
 }
 
@@ -183,11 +207,6 @@ void Layer::capture() {
 void Layer::restore() {
   c10::NoGradGuard no_grad;
   for (size_t i = 0; i < params_.size(); ++i) params_[i].detach().copy_(part_of(anchor_, i));
-}
-
-const LayerStats& Layer::stats() const {
-  if (!stats_) throw std::runtime_error("layer " + name_ + ": no sync has finished yet");
-  return *stats_;
 }
 
 at::Tensor Layer::anchor() const { return anchor_.narrow(0, 0, size_); }

@@ -25,16 +25,18 @@ struct LayerStats {
 class Layer {
  public:
   Layer(std::string name, std::vector<at::Tensor> params, SharedComms comms,
-        std::shared_ptr<cpu::Worker> worker, std::shared_ptr<BufferPool> pool, Wire wire,
-        bool anchored);
+        std::shared_ptr<Lane> lane, std::shared_ptr<BufferPool> pool, Wire wire, bool anchored);
 
-  // Step 1 on the calling thread; steps 2 to 8 are queued on the worker. Throws when a sync of
-  // this layer is in flight or a parameter no longer looks as it did.
+  // Step 1 on the caller's stream; steps 2 to 8 go to the lane. Throws when a sync of this layer
+  // is in flight or a parameter no longer looks as it did.
   void begin(const Policy& policy, const SyncTag& tag);
-  // True when steps 2 to 8 are over; false after `seconds`. Throws what went wrong.
+  // True when steps 2 to 8 are over, or enqueued; false after `seconds`. Throws what went wrong.
   bool wait_for(double seconds);
-  // Step 9 on the calling thread, after wait_for returned true.
+  // Step 9 on the caller's stream, after wait_for returned true. On the CPU it throws when the
+  // ranks did not agree; on CUDA stats() does, since the host does not know before.
   void finish();
+  // Whether stats() would return without waiting for the device.
+  bool settled() const { return !last_ || last_->write_back_timer->passed(); }
 
   void capture();  // anchor <- params
   void restore();  // params <- anchor rounded to their dtype
@@ -43,7 +45,7 @@ class Layer {
   const std::vector<at::Tensor>& params() const { return params_; }
   bool in_flight() const { return flight_ != nullptr; }
   int64_t size() const { return size_; }
-  const LayerStats& stats() const;
+  const LayerStats& stats();
   at::Tensor anchor() const;  // [size] fp32
   at::Tensor momentum() const { return momentum_; }
   at::Tensor detector() const { return detector_; }          // [replicas, 5] fp64
@@ -59,7 +61,8 @@ class Layer {
   const std::string name_;
   const std::vector<at::Tensor> params_;
   const SharedComms comms_;
-  const std::shared_ptr<cpu::Worker> worker_;
+  const std::shared_ptr<Lane> lane_;
+  const at::Device device_;
   const std::shared_ptr<BufferPool> pool_;
   const Wire wire_;
   const bool anchored_;
@@ -69,7 +72,9 @@ class Layer {
   std::vector<int64_t> offsets_;
   int64_t size_ = 0, piece_ = 0;
   at::Tensor anchor_, momentum_, detector_;
-  std::shared_ptr<Flight> flight_;
+  void judge(const Flight& f);
+
+  std::shared_ptr<Flight> flight_, last_;  // in flight; finished, with statistics not yet read
   std::optional<LayerStats> stats_;
 };
 

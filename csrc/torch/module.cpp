@@ -43,7 +43,7 @@ void wait(Layer& layer) {
   }
 }
 
-py::dict stats(const Layer& layer) {
+py::dict stats(Layer& layer) {
   const LayerStats& s = layer.stats();
   py::list norms, weights, flags, idle, steps, done;
   for (size_t r = 0; r < s.records.size(); ++r) {
@@ -92,27 +92,27 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<DelayedComm, Comm, shared_ptr<DelayedComm>>(m, "DelayedComm")
       .def(py::init<shared_ptr<Comm>, double>(), py::arg("inner"), py::arg("seconds"));
 
-  py::class_<cpu::Worker, shared_ptr<cpu::Worker>>(m, "Worker")
-      .def(py::init<>())
-      .def("fail", &cpu::Worker::fail, py::arg("reason"))
-      .def("close", &cpu::Worker::close, py::arg("seconds") = 0.0, unlocked());
+  py::class_<Lane, shared_ptr<Lane>>(m, "Lane")
+      .def("fail", &Lane::fail, py::arg("reason"))
+      .def("close", &Lane::close, py::arg("seconds") = 0.0, unlocked());
+  m.def("make_lane", &make_lane, py::arg("like"), py::arg("direct") = false);
+  m.def("on_cuda", [](const at::Tensor& t) { return on_cuda(t.device()); });
   py::class_<BufferPool, shared_ptr<BufferPool>>(m, "BufferPool")
       .def(py::init<int>(), py::arg("count"))
       .def_property_readonly("bytes", &BufferPool::bytes);
 
   py::class_<Layer, shared_ptr<Layer>>(m, "Layer")
-      .def(
-          py::init([](std::string name, std::vector<at::Tensor> params, shared_ptr<Comm> replica,
-                      shared_ptr<Comm> shard, shared_ptr<Comm> mesh, shared_ptr<cpu::Worker> worker,
-                      shared_ptr<BufferPool> pool, const std::string& wire, bool anchored) {
-            return std::make_shared<Layer>(
-                std::move(name), std::move(params),
-                SharedComms{std::move(shard), replica, mesh ? std::move(mesh) : replica},
-                std::move(worker), std::move(pool), wire_named(wire), anchored);
-          }),
-          py::arg("name"), py::arg("params"), py::kw_only(), py::arg("replica"),
-          py::arg("shard") = nullptr, py::arg("mesh") = nullptr, py::arg("worker"), py::arg("pool"),
-          py::arg("wire") = "fp32", py::arg("anchored") = true)
+      .def(py::init([](std::string name, std::vector<at::Tensor> params, shared_ptr<Comm> replica,
+                       shared_ptr<Comm> shard, shared_ptr<Comm> mesh, shared_ptr<Lane> lane,
+                       shared_ptr<BufferPool> pool, const std::string& wire, bool anchored) {
+             return std::make_shared<Layer>(
+                 std::move(name), std::move(params),
+                 SharedComms{std::move(shard), replica, mesh ? std::move(mesh) : replica},
+                 std::move(lane), std::move(pool), wire_named(wire), anchored);
+           }),
+           py::arg("name"), py::arg("params"), py::kw_only(), py::arg("replica"),
+           py::arg("shard") = nullptr, py::arg("mesh") = nullptr, py::arg("lane"), py::arg("pool"),
+           py::arg("wire") = "fp32", py::arg("anchored") = true)
       .def(
           "begin",
           [](Layer& layer, const Policy& policy, int64_t sync_index, int64_t steps, bool done) {
@@ -121,6 +121,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("policy"), py::kw_only(), py::arg("sync_index"), py::arg("steps"),
           py::arg("done"), unlocked())
       .def("wait", &wait)
+      .def_property_readonly("settled", &Layer::settled)
       .def("ready", [](Layer& layer) { return layer.wait_for(0.0); })
       .def("capture", &Layer::capture, unlocked())
       .def("restore", &Layer::restore, unlocked())

@@ -22,7 +22,7 @@ Tensor pseudo_grad_op(const Tensor& anchor, at::TensorList params, const Tensor&
   const Wire wire = wire_of(send, "send");
   check_flat(send, "send", device, send.scalar_type(), layout.size);
   const Tensor partials = bytes_on(device, layout.partials(0) * 4);
-  const Tensor table = table_on(device, layout.tensors.size());
+  const Tensor table = bytes_on(device, table_bytes(layout.tensors.size()));
   const Tensor sum = at::zeros({1}, at::TensorOptions(device).dtype(at::kDouble));
   LayerView v{};
   layout.describe(v);
@@ -127,7 +127,7 @@ void write_back_op(const Tensor& anchor, at::TensorList params) {
   const at::Device device = place_of(anchor, "anchor");
   const Layout layout = layout_of(params, "params", device);
   check_flat(anchor, "anchor", device, at::kFloat, layout.size);
-  const Tensor table = table_on(device, layout.tensors.size());
+  const Tensor table = bytes_on(device, table_bytes(layout.tensors.size()));
   LayerView v{};
   layout.describe(v);
   v.anchored = true;

@@ -61,12 +61,21 @@ inline at::Tensor zeros_on(at::Device device, int64_t n) {
   return at::zeros({n}, at::TensorOptions(device).dtype(at::kByte));
 }
 
-// Memory for the table of tensors that a kernel may want.
-inline at::Tensor table_on(at::Device device, size_t tensors) {
-#if defined(EDIT_EXT_CUDA)
-  return bytes_on(device, static_cast<int64_t>(tensors * cuda::kTableBytes));
+// Memory of the host that a GPU copies to and from without stopping anybody.
+inline at::Tensor pinned_bytes(int64_t n) {
+#if defined(EDIT_EXT_CUDA) && !defined(EDIT_EXT_EMULATED)
+  return at::empty({n}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
 #else
-  return bytes_on(device, static_cast<int64_t>(tensors * 0));
+  return at::empty({n}, at::kByte);
+#endif
+}
+
+// Bytes of the table of tensors that a kernel may want.
+inline int64_t table_bytes([[maybe_unused]] size_t tensors) {
+#if defined(EDIT_EXT_CUDA)
+  return static_cast<int64_t>(tensors) * cuda::kTableBytes;
+#else
+  return 0;
 #endif
 }
 

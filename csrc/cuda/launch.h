@@ -13,18 +13,22 @@ inline void check(cudaError_t status, const char* what) {
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
-template <class... Parameters, class... Arguments>
+// What the kernel declares decides, so that an argument is converted as in any call.
+template <class T>
+struct Same {
+  using type = T;
+};
+
+template <class... Parameters>
 void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, int threads,
-            cudaStream_t stream, const Arguments&... arguments) {
+            cudaStream_t stream, typename Same<Parameters>::type... arguments) {
   if (blocks == 0) return;
   const dim3 grid(static_cast<unsigned>(blocks)), block(static_cast<unsigned>(threads));
 #if defined(EDIT_EXT_EMULATED)
   (void)name, (void)stream;
-  emu::launch(kernel, grid, block, Parameters(arguments)...);
+  emu::launch(kernel, grid, block, arguments...);
 #else
-  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
-  static_assert((std::is_same_v<std::remove_const_t<Parameters>, Arguments> && ...),
-                "arguments are passed by address: their types must be the kernel's");
+  void* pointers[] = {&arguments...};
   check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, pointers, 0, stream),
         name);
 #endif

@@ -1,0 +1,100 @@
+#include "lane.h"
+
+#include "staged.h"
+
+namespace edit_ext {
+namespace {
+
+// On the worker one thread computes: torch's others belong to the forward that runs meanwhile.
+cpu::CpuDevice& worker_device() {
+  // Never destroyed: at exit the worker may still be inside it.
+  static auto* device = new cpu::CpuDevice;
+  return *device;
+}
+
+Comms pointers(const SharedComms& c) { return {c.shard.get(), c.replica.get(), c.mesh.get()}; }
+
+}  // namespace
+
+Lane::Ticket CpuLane::submit(const SharedComms& comms, Task task) {
+  return worker_.submit(
+      [comms, task = std::move(task)] { task(worker_device(), pointers(comms)); });
+}
+
+#if defined(EDIT_EXT_CUDA)
+
+CudaLane::CudaLane(at::Device device, bool direct) : device_(device), direct_(direct) {
+  const c10::DeviceGuard guard(device_);
+  cuda::check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a side stream");
+}
+
+// The stream ends when its work does; destroying it does not wait.
+CudaLane::~CudaLane() { cudaStreamDestroy(stream_); }
+
+std::shared_ptr<Comm> CudaLane::staged(const std::shared_ptr<Comm>& comm) {
+  if (!comm || direct_) return comm;
+  auto& found = staged_[comm.get()];
+  if (!found) found = std::make_shared<StagedComm>(comm, stream_);
+  return found;
+}
+
+Lane::Ticket CudaLane::submit(const SharedComms& comms, Task task) {
+  if (!failure_.empty()) throw std::runtime_error(failure_);
+  const c10::DeviceGuard guard(device_);
+  auto span = std::make_shared<Span>();
+  span->ready.record(current_stream(device_));
+  const SharedComms own{staged(comms.shard), staged(comms.replica), staged(comms.mesh)};
+  const auto run = [own, span, task = std::move(task), device = device_, stream = stream_] {
+    const c10::DeviceGuard inside(device);
+    cuda::CudaDevice passes(stream);
+    span->ready.before(stream);
+    span->begun.record(stream);
+    task(passes, pointers(own));
+    span->done.record(stream);
+  };
+  Ticket ticket = 0;
+  if (direct_) {
+    run();
+    ticket = ++direct_tickets_;
+  } else {
+    ticket = worker_.submit(run);
+  }
+  spans_[ticket] = std::move(span);
+  return ticket;
+}
+
+bool CudaLane::wait(Ticket ticket, double seconds) {
+  if (!failure_.empty()) throw std::runtime_error(failure_);
+  return direct_ || worker_.wait(ticket, seconds);
+}
+
+void CudaLane::join(Ticket ticket) { spans_.at(ticket)->done.before(current_stream(device_)); }
+
+double CudaLane::seconds(Ticket ticket) {
+  const auto span = spans_.at(ticket);
+  spans_.erase(ticket);
+  return span->done.since(span->begun);
+}
+
+void CudaLane::fail(const std::string& reason) {
+  if (direct_ && failure_.empty()) failure_ = reason;
+  worker_.fail(reason);
+}
+
+bool CudaLane::close(double seconds) {
+  const bool idle = worker_.close(seconds);
+  return idle && cudaStreamQuery(stream_) == cudaSuccess;
+}
+
+#endif
+
+std::shared_ptr<Lane> make_lane(const at::Tensor& like, bool direct) {
+  const at::Device device = place_of(like, "like");
+#if defined(EDIT_EXT_CUDA)
+  if (on_cuda(device)) return std::make_shared<CudaLane>(device, direct);
+#endif
+  TORCH_CHECK_VALUE(!direct, "direct is true; expected false on ", device);
+  return std::make_shared<CpuLane>();
+}
+
+}  // namespace edit_ext

@@ -1,0 +1,93 @@
+// Lane: where exchanges run beside the training. On the CPU a worker thread; on CUDA a side stream,
+// filled by the training thread itself (NCCL) or by a worker thread (host communicators).
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "../core/comm.h"
+#include "../core/device.h"
+#include "../cpu/worker.h"
+#include "place.h"
+#if defined(EDIT_EXT_CUDA)
+#include "../cuda/event.h"
+#endif
+
+namespace edit_ext {
+
+struct SharedComms {
+  std::shared_ptr<Comm> shard, replica, mesh;
+};
+
+class Lane {
+ public:
+  using Ticket = cpu::Worker::Ticket;
+  using Task = std::function<void(Device&, const Comms&)>;
+  virtual ~Lane() = default;
+
+  // Runs the task behind everything that the caller's stream holds by now, with the communicators
+  // as that place needs them.
+  virtual Ticket submit(const SharedComms& comms, Task task) = 0;
+  // True when the task has run, or all it does is enqueued; false after `seconds`. Throws the first
+  // error of any task, or the reason given to fail(), on every call from then on.
+  virtual bool wait(Ticket ticket, double seconds) = 0;
+  // Puts the task before whatever the caller's stream gets from now on. After wait().
+  virtual void join(Ticket ticket) = 0;
+  // Seconds that the task took on its side stream, once join() has been passed there; -1 on the
+  // CPU, where the task itself can look at a clock.
+  virtual double seconds(Ticket ticket) = 0;
+  virtual void fail(const std::string& reason) = 0;
+  virtual bool close(double seconds) = 0;
+};
+
+class CpuLane final : public Lane {
+ public:
+  Ticket submit(const SharedComms& comms, Task task) override;
+  bool wait(Ticket t, double seconds) override { return worker_.wait(t, seconds); }
+  void join(Ticket) override {}
+  double seconds(Ticket) override { return -1.0; }
+  void fail(const std::string& reason) override { worker_.fail(reason); }
+  bool close(double seconds) override { return worker_.close(seconds); }
+
+ private:
+  cpu::Worker worker_;
+};
+
+#if defined(EDIT_EXT_CUDA)
+class CudaLane final : public Lane {
+ public:
+  // direct: communicators take device memory and a stream, and tasks run on the calling thread.
+  CudaLane(at::Device device, bool direct);
+  ~CudaLane() override;
+
+  Ticket submit(const SharedComms& comms, Task task) override;
+  bool wait(Ticket ticket, double seconds) override;
+  void join(Ticket ticket) override;
+  double seconds(Ticket ticket) override;
+  void fail(const std::string& reason) override;
+  bool close(double seconds) override;
+  cudaStream_t stream() const { return stream_; }
+
+ private:
+  struct Span {
+    cuda::Event ready, begun, done;
+  };
+  std::shared_ptr<Comm> staged(const std::shared_ptr<Comm>& comm);
+
+  const at::Device device_;
+  const bool direct_;
+  cudaStream_t stream_ = nullptr;
+  cpu::Worker worker_;
+  Ticket direct_tickets_ = 0;
+  std::string failure_;  // of a direct lane
+  std::map<Ticket, std::shared_ptr<Span>> spans_;
+  std::map<Comm*, std::shared_ptr<Comm>> staged_;
+};
+#endif
+
+// The lane for layers whose parameters are where `like` is. direct: see CudaLane; CUDA only.
+std::shared_ptr<Lane> make_lane(const at::Tensor& like, bool direct);
+
+}  // namespace edit_ext

@@ -1,0 +1,71 @@
+"""The CUDA part from Python without a GPU: a build whose kernels run under the emulator.
+
+Its operators, layers, side streams and staged communicators work on the CPU's memory, so the tests
+of the CPU run on them unchanged, whole trajectories over Gloo among them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from test_boundary import ROOT
+
+FOLDER = ROOT / "build" / "emulated"
+FILES = (
+    "test_ops.py",
+    "test_trajectory.py",
+    "test_hook_patterns.py",
+    "test_hook_handle.py",
+    "test_state.py",
+    "test_rows_values.py",
+)
+BUILD_SECONDS, TEST_SECONDS = 900, 400
+
+
+def run(*command: str, seconds: float, **env: str) -> str:
+    done = subprocess.run(
+        command,
+        cwd=ROOT / "build",
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def emulated() -> dict[str, str]:
+    """The environment in which `import edit_ext` finds the emulated build."""
+    setup = ["setup.py", "--quiet", "build_ext", "--build-lib", str(FOLDER)]
+    subprocess.run(
+        [sys.executable, *setup],
+        cwd=ROOT,
+        env={**os.environ, "EDIT_EXT_CUDA": "emulated"},
+        check=True,
+        timeout=BUILD_SECONDS,
+    )
+    package = FOLDER / "edit_ext"
+    for source in [*(ROOT / "edit_ext").glob("*.py"), ROOT / "bench", ROOT / "examples"]:
+        link = package / source.name
+        if not link.exists():
+            link.symlink_to(source)
+    return {"PYTHONPATH": str(FOLDER)}
+
+
+@pytest.mark.timeout(BUILD_SECONDS + TEST_SECONDS)
+def test_cuda_paths_pass_the_tests_of_the_cpu(emulated: dict[str, str]) -> None:
+    """Operators, hooks, state and trajectories give the same on the CUDA part's code."""
+    code = "import edit_ext, torch; print(edit_ext._C.on_cuda(torch.zeros(1)))"
+    assert run(sys.executable, "-c", code, seconds=60, **emulated).strip() == "True"
+    files = [str(ROOT / "python_tests" / name) for name in FILES]
+    options = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+    out = run(*(sys.executable, "-m", "pytest", *options, *files), seconds=TEST_SECONDS, **emulated)
+    passed = re.search(r"(\d+) passed", out)
+    assert passed and int(passed.group(1)) >= 100, out[-500:]
