@@ -48,8 +48,9 @@ __global__ void __launch_bounds__(kThreads) zero_kernel(float* out, int64_t n) {
   for (int64_t j = first; j < n; j += static_cast<int64_t>(gridDim.x) * blockDim.x) out[j] = 0.0f;
 }
 
+// Two blocks a processor: eight loads a thread are in flight, and fewer registers would spill.
 template <class W>
-__global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ Pieces p) {
+__global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constant__ Pieces p) {
   __shared__ const W* from[kMaxReplicas];
   __shared__ float weights[kMaxReplicas];
   const int thread = static_cast<int>(threadIdx.x);
