@@ -51,6 +51,7 @@ TORCH_SOURCES = [
     "csrc/torch/checksum.cpp",
     "csrc/torch/lane.cpp",
     "csrc/torch/staged.cpp",
+    "csrc/torch/nccl_door.cpp",
     "csrc/torch/flight.cpp",
     "csrc/torch/layer.cpp",
     "csrc/torch/module.cpp",

@@ -79,12 +79,11 @@ class ReplicaGroup:
             self.groups.append(duplicate)
         self.heartbeat.start()
 
-    def comm(self, wrapper: Callable[[_C.Comm], _C.Comm] | None = None) -> _C.Comm | None:
-        """The C++ communicator over these groups, inside `wrapper` if given; None for R = 1."""
+    def comm(self) -> _C.Comm | None:
+        """The C++ communicator over these groups; None for R = 1."""
         if self.size == 1:
             return None
-        plain = _C.C10dComm(self.groups[0].group_name, self.groups[1].group_name)
-        return wrapper(plain) if wrapper else plain
+        return _C.C10dComm(self.groups[0].group_name, self.groups[1].group_name)
 
     def name(self, replica: int) -> str:
         """How messages call a replica."""

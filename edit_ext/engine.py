@@ -49,7 +49,9 @@ class Engine:
         group: ReplicaGroup,
         lane: _C.Lane,
         comm: _C.Comm | None,
+        transport: str,
     ) -> None:
+        self.transport = transport  # what carries the syncs, and why, for people
         self.model, self.config, self.plan = model, config, plan
         self.group, self.lane, self.comm = group, lane, comm
         self.ticker = Ticker(optimizers)

@@ -26,6 +26,7 @@ def explain(engine: Engine, steps: int | None = None) -> str:
         f"syncs: a window of {config.sync_every} steps; in steps {clock.step + 1} to {last}: {due}"
         + (f", each in the forward that follows step {listed}" if shown else ""),
     ]
+    lines.append(f"transport: {engine.transport}")
     if clock.warming_up:
         lines.append(f"warm-up: gradients are averaged until step {config.warmup_steps}")
     where = (

@@ -19,6 +19,7 @@ from .engine import Engine, live_engines
 from .handle import Handle
 from .layer import Plan, find_layers
 from .start import agree
+from .transport import check_kind, choose, comm_for
 
 
 def attach(
@@ -29,6 +30,7 @@ def attach(
     group: dist.ProcessGroup | None = None,
     layers: Sequence[str | nn.Module] | None = None,
     start: str = "check",
+    comm: str = "auto",
     comm_wrapper: Callable[[_C.Comm], _C.Comm] | None = None,
 ) -> Handle:
     """Train `model` by EDiT (arXiv 2412.07210): local steps, a sync inside every `sync_every`-th
@@ -37,13 +39,17 @@ def attach(
     Collective: every rank of `group` calls it with a model of the same structure. Hooks count
     `optimizer.step()` and act in training-mode forwards of `model` with gradients enabled.
 
-    model: parameters on the CPU in float32, bfloat16 or float16; frozen ones are left alone.
+    model: parameters in float32, bfloat16 or float16, on the CPU or, in a build with the CUDA part,
+        on one CUDA device; frozen ones are left alone.
     optimizer: one, or a list of those that step parts of the model.
     group: ranks that hold one replica each; None: all ranks, or this process alone when
         torch.distributed is not initialised.
     layers: modules, or their names, to be synced as one layer each; None: the children of the
         outermost ModuleLists, else the direct children. What is left over is split by direct child.
     start: "check": replicas must have equal values; "broadcast": all take replica 0's.
+    comm: "nccl": an NCCL communicator of our own on a side stream; "c10d": Gloo groups of our own,
+        for CUDA parameters through pinned memory; "auto": NCCL where it can be. `explain()` says
+        what was chosen and why.
     comm_wrapper: gets the communicator and returns the one to use; for tests and measurements.
 
     New weights are in place when a module that owns them runs. A forward that reads a weight before
@@ -66,14 +72,18 @@ def attach(
         optimizers: list[torch.optim.Optimizer] = []
         plan: Plan | None = None
         try:
+            check_kind(comm)
             optimizers, plan = _prepare(model, optimizer, config, layers, start)
         except Exception as error:
             problem = error
         agree(replicas, model, plan, config, start, problem)
         assert plan is not None  # agree() has raised the problem
-        lane = _C.make_lane(next(p for p in model.parameters() if p.requires_grad))
-        comm = replicas.comm(comm_wrapper)
-        engine = Engine(model, optimizers, config, plan, replicas, lane, comm)
+        like = next(p for p in model.parameters() if p.requires_grad)
+        direct, why = choose(replicas, comm, like)
+        lane = _C.make_lane(like, direct)
+        plain = comm_for(replicas, direct, lane, config.timeout)
+        carrier = comm_wrapper(plain) if comm_wrapper and plain is not None else plain
+        engine = Engine(model, optimizers, config, plan, replicas, lane, carrier, why)
     except BaseException as error:
         if replicas.heartbeat is not None and problem is None:
             replicas.heartbeat.say_failed(f"attach: {error}")

@@ -69,6 +69,8 @@ class CudaLane final : public Lane {
   void fail(const std::string& reason) override;
   bool close(double seconds) override;
   cudaStream_t stream() const { return stream_; }
+  at::Device device() const { return device_; }
+  bool direct() const { return direct_; }
 
  private:
   struct Span {

@@ -128,6 +128,8 @@ void Layer::begin(const Policy& policy, const SyncTag& tag) {
 bool Layer::wait_for(double seconds) {
   if (!flight_) throw std::runtime_error("layer " + name_ + ": no sync is in flight");
   const Timer timer(at::kCPU);
+  // A direct lane hears of a broken group here; a worker by the call that fails.
+  if (on_cuda(device_) && comms_.replica) comms_.replica->poll();
   const bool done = lane_->wait(flight_->ticket, seconds);
   if (seconds > 0) flight_->wait_seconds += timer.seconds_so_far();
   return done;

@@ -7,6 +7,7 @@
 #include "checksum.h"
 #include "info.h"
 #include "layer.h"
+#include "nccl_door.h"
 #include "policy.h"
 
 namespace py = pybind11;
@@ -43,8 +44,13 @@ void wait(Layer& layer) {
   }
 }
 
+const LayerStats& settled_stats(Layer& layer) {
+  const py::gil_scoped_release unlocked;  // it may wait for a GPU, which may wait for a peer
+  return layer.stats();
+}
+
 py::dict stats(Layer& layer) {
-  const LayerStats& s = layer.stats();
+  const LayerStats& s = settled_stats(layer);
   py::list norms, weights, flags, idle, steps, done;
   for (size_t r = 0; r < s.records.size(); ++r) {
     norms.append(s.per_replica[r].norm);
@@ -96,6 +102,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("fail", &Lane::fail, py::arg("reason"))
       .def("close", &Lane::close, py::arg("seconds") = 0.0, unlocked());
   m.def("make_lane", &make_lane, py::arg("like"), py::arg("direct") = false);
+  m.def("nccl_version", &nccl_version);
+  m.def("nccl_unique_id", [] { return py::bytes(nccl_unique_id()); });
+  m.def("make_nccl_comm", &make_nccl_comm, py::arg("id"), py::arg("rank"), py::arg("size"),
+        py::arg("lane"), py::arg("timeout"), py::arg("max_ctas") = 0, unlocked());
   m.def("on_cuda", [](const at::Tensor& t) { return on_cuda(t.device()); });
   py::class_<BufferPool, shared_ptr<BufferPool>>(m, "BufferPool")
       .def(py::init<int>(), py::arg("count"))

@@ -1,0 +1,24 @@
+// NCCL as Python sees it: a version, an id for a new group, and a Comm on the side stream of a
+// lane.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "../core/comm.h"
+#include "lane.h"
+
+namespace edit_ext {
+
+// "2.27.7"; throws std::runtime_error, one sentence, when the library is absent or too old.
+std::string nccl_version();
+// 128 bytes, made by one rank and handed to the others.
+std::string nccl_unique_id();
+// Collective over the `size` ranks that pass this id. lane: direct, see CudaLane. timeout: seconds
+// for all to come, and for a call to be taken. max_ctas: SMs that an exchange may take, 0: the
+// library's choice. Called without the interpreter lock; Ctrl-C ends the wait.
+std::shared_ptr<Comm> make_nccl_comm(const std::string& id, int rank, int size,
+                                     const std::shared_ptr<Lane>& lane, double timeout,
+                                     int max_ctas);
+
+}  // namespace edit_ext

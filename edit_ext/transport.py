@@ -1,0 +1,74 @@
+"""What carries a sync between replicas: NCCL on a side stream, or a c10d group of the host."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+import torch
+
+from . import _C
+from .comm import ReplicaGroup
+
+KINDS = ("auto", "nccl", "c10d")
+log = logging.getLogger("edit_ext")
+
+
+def check_kind(kind: str) -> None:
+    """Raise ValueError for an unknown transport."""
+    if kind not in KINDS:
+        raise ValueError(f"comm must be one of {', '.join(map(repr, KINDS))}, but is {kind!r}")
+
+
+def choose(group: ReplicaGroup, kind: str, like: torch.Tensor) -> tuple[bool, str]:
+    """Whether NCCL carries the syncs of parameters where `like` is, and why. Collective.
+
+    All ranks come to the same choice. Raises ValueError on every rank when comm="nccl" cannot be.
+    """
+    obstacle = _obstacle(kind, like)
+    if group.size == 1:
+        chosen = False, "one replica: nothing is sent"
+    else:
+        said = group.gather_text(f"{obstacle}\n{_place(like)}", "the choice of a transport")
+        obstacles, places = zip(*(text.split("\n") for text in said), strict=True)
+        first = next((o for o in obstacles if o), "")
+        if not first and len(set(places)) < len(places):
+            first = "two replicas share a GPU, which NCCL refuses"
+        chosen = not first, first or f"NCCL {_C.nccl_version()} on a side stream"
+        obstacle = first
+    if kind == "nccl" and obstacle:
+        raise ValueError(f"comm='nccl' cannot be used: {obstacle}")
+    if group.size > 1 and not chosen[0]:
+        staged = ", staged in pinned memory" if like.device.type == "cuda" else ""
+        chosen = False, f"a c10d group of its own (gloo){staged}: {chosen[1]}"
+    log.info("edit_ext: syncs travel by %s", chosen[1])
+    return chosen
+
+
+def comm_for(group: ReplicaGroup, direct: bool, lane: _C.Lane, timeout: float) -> _C.Comm | None:
+    """The communicator of the choice; None for one replica. Collective."""
+    if not direct:
+        return group.comm()
+    mine = _C.nccl_unique_id().hex() if group.rank == 0 else ""
+    first = group.gather_text(mine, "the id of an NCCL group")[0]
+    return _C.make_nccl_comm(bytes.fromhex(first), group.rank, group.size, lane, timeout)
+
+
+def _obstacle(kind: str, like: torch.Tensor) -> str:
+    """Why this rank cannot use NCCL, in one line; empty if it can."""
+    if kind == "c10d":
+        return "comm='c10d' was asked for"
+    if like.device.type != "cuda":
+        return f"the parameters are on {like.device}"
+    try:
+        _C.nccl_version()
+    except RuntimeError as error:
+        return str(error).replace("\n", " ")
+    return ""
+
+
+def _place(like: torch.Tensor) -> str:
+    """A name of the device that no other device has."""
+    if like.device.type != "cuda":
+        return f"{socket.gethostname()} {like.device}"
+    return f"{socket.gethostname()} {torch.cuda.get_device_properties(like.device).uuid}"
