@@ -76,25 +76,35 @@ MOST_STACKED = 8  # replicas, as csrc/core/stacked.h
 
 
 def measure(
-    op: str, n: int, replicas: int, dtype: str, names: Sequence[str], repeats: int
+    op: str,
+    n: int,
+    replicas: int,
+    dtype: str,
+    names: Sequence[str],
+    repeats: int,
+    device: torch.device,
 ) -> tuple[list[Row], Row]:
     """Rows of one op at one size, and the yardstick measured in the same rounds.
 
     Raises WrongResult when a provider's result differs from the reference.
     """
-    problem = make_problem(n, replicas, DTYPES[dtype])
+    problem = make_problem(n, replicas, DTYPES[dtype]).to(device)
     held = 1 if op == "sync_rank" else replicas
     params = [[p.clone() for p in own] for own in problem.replicas[:held]]  # shared: reset by each
     made: dict[str, Provider] = {}
     cases: dict[str, Case] = {}
     link = Link()
+    with device:
+        ceilings = yardstick.cases(n)
     for name in names:
         start = time.perf_counter()
-        provider = made[name] = PROVIDERS[op][name](problem, params)
-        verify(f"{op} R={replicas} {dtype} {name}", provider, problem)
+        with device:
+            provider = made[name] = PROVIDERS[op][name](problem, params)
+            verify(f"{op} R={replicas} {dtype} {name}", provider, problem)
         _say(f"{op} R={replicas}: {name} is right ({time.perf_counter() - start:.1f} s)")
         cases[name] = Case(lambda p=provider: p.run(link), provider.reset)  # type: ignore[misc]
-    times = interleave({**cases, **yardstick.cases(n)}, repeats)
+    settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    times = interleave({**cases, **ceilings}, repeats, settle=settle)
     speeds = yardstick.gbps(times, n)
     best = max(speeds, key=lambda kernel: speeds[kernel])
     rows = []
@@ -147,10 +157,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """All rows asked for, the yardsticks and the machine."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    info = machine.machine()
+    info = machine.machine(args.device)
     out = table_stream(args)
     print(machine.header(info), file=out)
-    cache = info["last_level_cache"]
+    cache = info["last_level_cache"] if args.device == "cpu" else None
     if cache is not None and 4 * args.n < 4 * cache:
         print(
             f"n is small: a tensor set of {4 * args.n / 2**20:.0f} MiB against a cache of "
@@ -164,7 +174,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             print(f"sync_stacked left out: it takes fp32 parameters, not {args.dtype}", file=out)
             continue
         for replicas in args.replicas or REPLICAS[op]:
-            found, ceiling = measure(op, args.n, replicas, args.dtype, args.providers, args.repeats)
+            found, ceiling = measure(
+                op,
+                args.n,
+                replicas,
+                args.dtype,
+                args.providers,
+                args.repeats,
+                torch.device(args.device),
+            )
             rows += found
             ceilings.append(ceiling)
     return {"machine": info, "rows": rows, "yardstick": ceilings}
@@ -227,6 +245,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--repeats", type=_positive, default=15, help="timed rounds (default: %(default)s)"
     )
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     p.add_argument("--threads", type=_positive, help="CPU threads (default: what torch uses)")
     p.add_argument(
         "--json",
@@ -241,6 +260,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if "sync_stacked" in args.ops and max(args.replicas or [1]) > MOST_STACKED:
         parser().error(f"--replicas: sync_stacked takes at most {MOST_STACKED}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser().error("--device cuda: torch sees no GPU here")
     try:
         result = run(args)
     except WrongResult as error:

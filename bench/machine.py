@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 
-def machine() -> dict[str, Any]:
+def machine(device: str = "cpu") -> dict[str, Any]:
     """CPU model, cores, last-level cache in bytes, threads, versions, commit, SIMD path, load."""
     from edit_ext import _C
 
@@ -26,7 +26,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "commit": _commit(),
         "simd": build.get("simd", "unknown"),
-        "device": "cpu",
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "load": round(os.getloadavg()[0], 2),
     }
 
@@ -37,7 +37,7 @@ def header(info: dict[str, Any]) -> str:
     return (
         f"{info['cpu']}, {info['cores']} cores, {info['threads']} threads in use, last-level cache "
         f"{'unknown' if cache is None else f'{cache / 2**20:.0f} MiB'}, load {info['load']}, "
-        f"no GPU used\n"
+        f"{'no GPU used' if info['device'] == 'cpu' else 'GPU ' + info['device']}\n"
         f"torch {info['torch']}, edit_ext commit {info['commit']}, SIMD path {info['simd']}"
     )
 

@@ -13,7 +13,7 @@ factor and outer step of the answer are those of `edit_ext.reference`, in fp64.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -66,6 +66,16 @@ class Problem:
     @property
     def count(self) -> int:
         return len(self.replicas)
+
+    def to(self, device: torch.device) -> Problem:
+        """The same with all tensors there."""
+
+        def there(tensors: list[Tensor]) -> list[Tensor]:
+            return [t.to(device) for t in tensors]
+
+        lists = ("anchor", "momentum", "merged", "new_anchor", "new_momentum")
+        moved = {name: there(getattr(self, name)) for name in lists}
+        return replace(self, replicas=[there(own) for own in self.replicas], **moved)
 
 
 def make_problem(n: int, replicas: int, dtype: torch.dtype = torch.float32) -> Problem:

@@ -60,8 +60,16 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def interleave(cases: Mapping[str, Case], repeats: int, warmup: int = 2) -> dict[str, Times]:
-    """Time every case `repeats` times after `warmup` untimed rounds; CPU work, wall clock."""
+def interleave(
+    cases: Mapping[str, Case],
+    repeats: int,
+    warmup: int = 2,
+    settle: Callable[[], object] = lambda: None,
+) -> dict[str, Times]:
+    """Time every case `repeats` times after `warmup` untimed rounds, by the wall clock.
+
+    settle: returns when all work of the device is done; called before and inside each timed span.
+    """
     if repeats < 1:
         raise ValueError(f"repeats {repeats}: expected at least 1")
     names = list(cases)
@@ -73,8 +81,10 @@ def interleave(cases: Mapping[str, Case], repeats: int, warmup: int = 2) -> dict
             shift = turn % len(names)
             for name in names[shift:] + names[:shift]:
                 cases[name].reset()
+                settle()
                 start = time.perf_counter()
                 cases[name].run()
+                settle()
                 elapsed = time.perf_counter() - start
                 if turn >= 0:
                     seconds[name].append(elapsed)

@@ -66,6 +66,18 @@ def test_cuda_paths_pass_the_tests_of_the_cpu(emulated: dict[str, str]) -> None:
     assert run(sys.executable, "-c", code, seconds=60, **emulated).strip() == "True"
     files = [str(ROOT / "python_tests" / name) for name in FILES]
     options = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
-    out = run(*(sys.executable, "-m", "pytest", *options, *files), seconds=TEST_SECONDS, **emulated)
-    passed = re.search(r"(\d+) passed", out)
-    assert passed and int(passed.group(1)) >= 100, out[-500:]
+    assert passed(*options, *files, env=emulated) >= 100
+
+
+@pytest.mark.timeout(BUILD_SECONDS + TEST_SECONDS)
+def test_tests_for_a_gpu_pass_under_the_emulator(emulated: dict[str, str]) -> None:
+    """What `pytest -m gpu` will ask of a GPU is right at least as a program."""
+    tests = str(ROOT / "python_tests" / "test_gpu.py")
+    assert passed("-q", "-p", "no:cacheprovider", "-m", "gpu", tests, env=emulated) >= 10
+
+
+def passed(*arguments: str, env: dict[str, str]) -> int:
+    out = run(sys.executable, "-m", "pytest", *arguments, seconds=TEST_SECONDS, **env)
+    found = re.search(r"(\d+) passed", out)
+    assert found and " failed" not in out, out[-500:]
+    return int(found.group(1))

@@ -151,6 +151,7 @@ void Layer::finish() {
   if (on_cuda(device_)) f->scalars.host.copy_(f->scalars.device, /*non_blocking=*/true);
   f->write_back_timer->stop();
   f->buffers->last_use = f->write_back_timer;
+  f->buffers.reset();  // the next layer may take them: its begin comes behind this point
   last_ = f;
   if (!on_cuda(device_)) stats();
 }
