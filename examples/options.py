@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 import edit_ext
 from edit_ext.examples.data import check_data
 from edit_ext.examples.model import PRESETS
@@ -76,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--preset", str, "tiny", "size of the model", choices=tuple(PRESETS))
     add("--tied", None, None, "one matrix for embedding and head")
     add("--dtype", str, "fp32", "of parameters and arithmetic", choices=("fp32", "bf16"))
+    add("--device", str, "cpu", "where to train; cuda: GPUs by local rank", choices=("cpu", "cuda"))
     add("--data", str, [], "text files, folders, or hf:NAME[:CONFIG] for a Hugging Face data set; "
         "else the source of Python's standard library", nargs="+", metavar="PATH")  # fmt: skip
     add("--seq-len", at_least(1), 128, "bytes")
@@ -126,6 +129,8 @@ def check_options(options: argparse.Namespace) -> None:
     world = int(os.environ.get("WORLD_SIZE", options.replicas))
     if world != options.replicas:
         raise ValueError(f"--replicas {options.replicas} under a launcher of {world} processes")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU here")
     if options.lr <= 0:
         raise ValueError(f"--lr must be positive, got {options.lr}")
     if not 0 <= options.final_lr <= 1:

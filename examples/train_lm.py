@@ -42,7 +42,8 @@ def train(options: argparse.Namespace, corpus: Corpus, saved: dict[str, Any] | N
     if rank == 0 and not saved:
         clear_checkpoints(Path(options.out))  # before attach, where the ranks meet
     torch.manual_seed(options.seed)  # the same everywhere: replicas start equal
-    model = build_model(options)
+    device = home(options)
+    model = build_model(options).to(device)
     optimizer = build_optimizer(model, options)
     sync = edit_ext.attach(model, optimizer, edit_config(options))
     start = 0
@@ -64,7 +65,7 @@ def train(options: argparse.Namespace, corpus: Corpus, saved: dict[str, Any] | N
         for step in range(start, options.steps):
             lr = set_learning_rate(optimizer, step, options)
             inputs, targets = next_batch(batches, step, options)
-            loss = model(inputs, targets)
+            loss = model(inputs.to(device), targets.to(device))
             loss.backward()
             if options.grad_clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), options.grad_clip)
@@ -97,6 +98,17 @@ def init_replicas(timeout: float) -> tuple[int, int]:
         return 0, 1
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     return dist.get_rank(), dist.get_world_size()
+
+
+def home(options: argparse.Namespace) -> torch.device:
+    """The device of this process: GPUs are handed out by local rank, in turn if they are few."""
+    if options.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device(
+        "cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    )
+    torch.cuda.set_device(device)
+    return device
 
 
 def build_model(options: argparse.Namespace) -> Llama:
@@ -149,11 +161,12 @@ def evaluate(model: nn.Module, corpus: Corpus, options: argparse.Namespace) -> f
         corpus.validation, batch_size=options.batch_size, seq_len=options.seq_len,
         count=options.eval_windows, rank=rank, world=world,
     )  # fmt: skip
+    device = next(model.parameters()).device
     total = torch.zeros(2, dtype=torch.float64)  # loss summed over bytes, bytes
     model.eval()
     with torch.no_grad():
         for inputs, targets in shares:
-            loss = model(inputs, targets).double()
+            loss = model(inputs.to(device), targets.to(device)).double().cpu()
             total += torch.stack((loss * targets.numel(), torch.tensor(float(targets.numel()))))
     model.train()
     if dist.is_initialized():

@@ -1,0 +1,37 @@
+"""bench/gpu_check.py, as far as a machine without a GPU can go."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_boundary import ROOT
+
+SCRIPT = str(ROOT / "bench" / "gpu_check.py")
+
+
+@pytest.mark.timeout(900)
+def test_dry_run_does_everything_but_the_device(tmp_path: Path) -> None:
+    """Build, GPU tests, benchmark and training run under the emulator; JSON after every step."""
+    command = [sys.executable, SCRIPT, "--dry-run", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=840)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    report = json.loads((tmp_path / "gpu_check.json").read_text())
+    results = {step["name"]: step["result"] for step in report["steps"]}
+    assert report["dry_run"] is True and report["kernels"]["rows"]
+    left_out = {name for name, result in results.items() if result == "left out"}
+    assert left_out == {"memcheck", "racecheck"}
+    assert {results[name] for name in results.keys() - left_out} == {"ok"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    """One line, no traceback, no JSON that looks like a result."""
+    command = [sys.executable, SCRIPT, "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "torch sees no GPU here" in done.stderr
+    assert len(done.stderr.strip().split("\n")) == 1 and not list(tmp_path.iterdir())
