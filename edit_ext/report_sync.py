@@ -69,6 +69,8 @@ def shown_layers(run: Run) -> list[str]:
 
 def draw_norms(fig: Any, run: Run) -> None:
     """One small panel a layer: the norm of each replica's pseudo-gradient, flagged ones ringed."""
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullFormatter
+
     layers = shown_layers(run)
     rows = math.ceil(len(layers) / COLUMNS)
     axes = fig.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
@@ -81,6 +83,12 @@ def draw_norms(fig: Any, run: Run) -> None:
         for replica in range(run.replicas):
             _draw_norm(ax, records[layer], replica)
         integer_ticks(ax.xaxis)
+    # Few and plain labels: a panel is small, and matplotlib's own overlap within a decade.
+    low, high = axes[0].get_ylim()  # shared by all
+    steps = LogLocator(subs=(1.0, 3.0), numticks=7) if high > 4 * low else MaxNLocator(4)
+    axes[0].yaxis.set_major_locator(steps)
+    axes[0].yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes[0].yaxis.set_minor_formatter(NullFormatter())
     for i, ax in enumerate(axes):
         if i >= len(layers):
             ax.set_visible(False)

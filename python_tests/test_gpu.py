@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from nets import plain, sgd
 from ranks import Ranks
+from test_ops import POLICY as DECISIONS
 from torch import Tensor, nn
 
 import edit_ext
@@ -21,18 +22,7 @@ from edit_ext import _C, ops, reference
 HOME = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU = HOME.type == "cuda"
 SIZES = [(17, 9), (), (0,), (70001,), (3, 5, 7)]
-POLICY = {
-    "outer_lr": 0.7,
-    "outer_momentum": 0.8,
-    "nesterov": True,
-    "clip_norm": 10.0,
-    "weighting": "softmax",
-    "temperature": 1.0,
-    "z_threshold": 3.0,
-    "ema_alpha": 0.02,
-    "ema_warmup": 10,
-    "max_flags_in_a_row": 10,
-}
+POLICY = {**DECISIONS, "outer_lr": 0.7, "outer_momentum": 0.8, "nesterov": True, "clip_norm": 10.0}
 
 pytestmark = [
     pytest.mark.gpu,
@@ -195,9 +185,7 @@ def test_merge_follows_the_reference() -> None:
     norms = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64, device=HOME)
     steps = torch.ones(3, dtype=torch.int64, device=HOME)
     detector = torch.zeros(3, 5, dtype=torch.float64, device=HOME)
-    fields = {k: v for k, v in POLICY.items() if k not in ("outer_lr", "outer_momentum")}
-    fields = {k: v for k, v in fields.items() if k not in ("nesterov", "clip_norm")}
-    weights, flags, skip = ops.decide(norms, steps, detector, **fields)
+    weights, flags, skip = ops.decide(norms, steps, detector, **DECISIONS)
     want = reference.weights([1.0, 2.0, 4.0], [True] * 3, [1] * 3, reference.Policy())
     assert weights.tolist() == pytest.approx(want, rel=1e-6)
     assert not flags.any() and not skip.item()
