@@ -65,6 +65,7 @@ class Engine:
         self.forward_thread: int | None = None  # thread inside a training forward of the root
         self.thread = threading.get_ident()  # thread that trains
         self.process = os.getpid()
+        self._on_gpu = any(p.is_cuda for p in self.syncs.trainable.values())
         self._forward_since_tick = False
         self._no_root_said = False
         self.averager: GradientAverager | None = None
@@ -80,6 +81,7 @@ class Engine:
         """Before the root's forward: only a training forward with gradients acts."""
         if threading.get_ident() != self.thread:
             return
+        self._refuse_capture()
         self.forward_thread = None
         if not (module.training and torch.is_grad_enabled()) or self._inert():
             return
@@ -116,6 +118,7 @@ class Engine:
             raise RuntimeError("optimizer.step() inside anchor_weights(): leave the context first")
         if self._foreign() or self.closed:
             return
+        self._refuse_capture()
         with self.watched():
             self.syncs.finish()
             if self.paused:
@@ -147,6 +150,15 @@ class Engine:
         if self.averager is not None:
             self.averager.after_step()
             self.warmup_may_be_over()
+
+    def _refuse_capture(self) -> None:
+        """A CUDA graph would hold this step for ever, with or without its sync."""
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "edit_ext: a training step is being captured into a CUDA graph; its replays would "
+                "run no hook, so steps would not be counted and no sync would ever begin. Capture "
+                "parts of the model instead, and leave model(...) and optimizer.step() outside"
+            )
 
     # What the handle calls
 

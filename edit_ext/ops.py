@@ -2,8 +2,9 @@
 
 Flat layout: the tensors of a layer lie one behind the other in fp32 buffers (anchor, momentum) and
 wire buffers (send), each at a multiple of 128 elements; `flat_offsets` tells where. All operators
-work in place on CPU tensors and raise TypeError or ValueError naming the argument, its value and
-what was expected.
+work in place, on the CPU or on one CUDA device, on tensors and on arrays that offer DLPack or
+`__cuda_array_interface__` (CuPy, NumPy; nothing is copied). They raise TypeError or ValueError
+naming the argument, its value and what was expected.
 
     pseudo_grad(anchor, params, send!) -> sumsq
         send = round(anchor) - param, rounded to send's dtype (float32 or bfloat16); sumsq is
@@ -29,15 +30,17 @@ from torch import Tensor
 
 from edit_ext import _C  # noqa: F401  (importing it registers the operators)
 
+from .arrays import as_tensor, taking_arrays
+
 GROUP = 128  # elements; kGroup of csrc/core/base.h
 
 _ops = torch.ops.edit_ext
-pseudo_grad = _ops.pseudo_grad
-decide = _ops.decide
-merge = _ops.merge
-outer_step = _ops.outer_step
-write_back = _ops.write_back
-stream = _ops.stream
+pseudo_grad = taking_arrays(_ops.pseudo_grad)
+decide = taking_arrays(_ops.decide)
+merge = taking_arrays(_ops.merge)
+outer_step = taking_arrays(_ops.outer_step)
+write_back = taking_arrays(_ops.write_back)
+stream = taking_arrays(_ops.stream)
 
 
 class Stacked(NamedTuple):
@@ -89,14 +92,14 @@ def stacked_outer_step(
     anchor, momentum: float32 vectors in the flat layout, updated in place.
     detector: float64 [R, 5], updated in place.
     """
-    params = [p for replica in replicas for p in replica]
+    params = [as_tensor(p) for replica in replicas for p in replica]
     return Stacked(
         *_ops.stacked_outer_step(
             params,
             len(replicas),
-            anchor,
-            momentum,
-            detector,
+            as_tensor(anchor),
+            as_tensor(momentum),
+            as_tensor(detector),
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
             nesterov=nesterov,

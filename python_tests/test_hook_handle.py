@@ -152,3 +152,14 @@ def test_parameters_changed_behind_our_back(
         if change is not convert:
             train_step(model, refreshed, 0, 2)
             assert again.step == 1
+
+
+def test_steps_are_ranges_of_the_profiler() -> None:
+    """Each layer's begin, wait and write-back is a range edit_ext::layer::step."""
+    model, optimizer, _ = attached(sync_every=1)
+    train_step(model, optimizer, 0, 0)
+    with torch.profiler.profile() as profile:
+        model(batch(0, 1)[0])
+    names = {event.name for event in profile.events()}
+    for step in ("begin", "wait", "write_back"):
+        assert f"edit_ext::stem::{step}" in names, sorted(n for n in names if "edit_ext" in n)

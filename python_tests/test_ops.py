@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -65,6 +66,23 @@ def test_passes_run_on_as_many_threads_as_torch_uses(threads: int) -> None:
         assert _C.kernel_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+def test_arrays_of_other_libraries() -> None:
+    """NumPy arrays are worked on in place; a read-only one is refused, not copied."""
+    anchor, param = np.full(128, 2.0, np.float32), np.full(3, 0.5, np.float32)
+    send = np.ones(128, np.float32)
+    norm2 = ops.pseudo_grad(anchor, [param], send)
+    assert norm2.item() == 6.75 and send[:4].tolist() == [1.5, 1.5, 1.5, 0.0]
+    ops.write_back(anchor, [param])
+    assert param.tolist() == [2.0, 2.0, 2.0]
+    stacked = ops.stacked_outer_step(
+        [[param]], anchor, np.zeros(128, np.float32), np.zeros((1, 5)), clip_norm=None
+    )
+    assert stacked.norms.item() == 0.0
+    param.flags.writeable = False
+    with pytest.raises(ValueError, match="an array is read-only"):
+        ops.write_back(anchor, [param])
 
 
 def test_golden_sync_through_the_steps() -> None:

@@ -1,6 +1,7 @@
 #include "layer.h"
 
 #include <ATen/Functions.h>
+#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
 #include "../core/sync.h"
@@ -9,6 +10,17 @@
 
 namespace edit_ext {
 namespace {
+
+// A range in torch's profiler, and in NVTX where torch emits it: edit_ext::layer::step.
+class Range {
+ public:
+  Range(const std::string& layer, const char* step) : range_(at::RecordScope::USER_SCOPE) {
+    if (range_.isActive()) range_.before("edit_ext::" + layer + "::" + step);
+  }
+
+ private:
+  at::RecordFunction range_;
+};
 
 at::Device device_of(const std::string& layer, const std::vector<at::Tensor>& params) {
   return params.empty() ? at::Device(at::kCPU)
@@ -95,6 +107,8 @@ at::Tensor Layer::part_of(const at::Tensor& flat, size_t i) const {
 void Layer::begin(const Policy& policy, const SyncTag& tag) {
   c10::NoGradGuard no_grad;
   if (flight_) throw std::runtime_error(where(tag) + "the layer is in flight already");
+  const c10::DeviceGuard guard(device_);
+  const Range range(name_, "begin");
   auto f = std::make_shared<Flight>();
   f->begin_timer = std::make_shared<Timer>(device_);
   f->buffers = pool_->acquire();
@@ -111,17 +125,19 @@ void Layer::begin(const Policy& policy, const SyncTag& tag) {
   f->point();
   run_on(device_, [&](Device& passes) { sync_begin(passes, f->view); });
   f->begin_timer->stop();
-  f->ticket = lane_->submit(comms_, [f, at = where(tag)](Device& passes, const Comms& comms) {
-    const Timer timer(at::kCPU);
-    const int64_t before = f->sent();
-    try {
-      sync_exchange(passes, comms, f->view, f->policy, f->tag);
-    } catch (const std::exception& e) {
-      throw std::runtime_error(at + e.what());
-    }
-    f->bytes_sent = f->sent() - before;
-    f->exchange_seconds = timer.seconds_so_far();
-  });
+  f->ticket =
+      lane_->submit(comms_, [f, at = where(tag), name = name_](Device& passes, const Comms& comms) {
+        const Timer timer(at::kCPU);
+        const Range inner(name, "exchange");
+        const int64_t before = f->sent();
+        try {
+          sync_exchange(passes, comms, f->view, f->policy, f->tag);
+        } catch (const std::exception& e) {
+          throw std::runtime_error(at + e.what());
+        }
+        f->bytes_sent = f->sent() - before;
+        f->exchange_seconds = timer.seconds_so_far();
+      });
   flight_ = std::move(f);
 }
 
@@ -130,6 +146,7 @@ bool Layer::wait_for(double seconds) {
   const Timer timer(at::kCPU);
   // A direct lane hears of a broken group here; a worker by the call that fails.
   if (on_cuda(device_) && comms_.replica) comms_.replica->poll();
+  const Range range(name_, "wait");
   const bool done = lane_->wait(flight_->ticket, seconds);
   if (seconds > 0) flight_->wait_seconds += timer.seconds_so_far();
   return done;
@@ -137,6 +154,8 @@ bool Layer::wait_for(double seconds) {
 
 void Layer::finish() {
   c10::NoGradGuard no_grad;
+  const c10::DeviceGuard guard(device_);
+  const Range range(name_, "write_back");
   const std::shared_ptr<Flight> f = std::move(flight_);
   flight_ = nullptr;
   f->stall_timer = std::make_shared<Timer>(device_);
@@ -158,6 +177,7 @@ void Layer::finish() {
 
 const LayerStats& Layer::stats() {
   if (last_) {
+    const c10::DeviceGuard guard(device_);
     const std::shared_ptr<Flight> f = std::move(last_);
     last_ = nullptr;
     const double write_back = f->write_back_timer->seconds();  // waits for the device

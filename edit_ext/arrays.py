@@ -1,0 +1,41 @@
+"""Arrays of other libraries (CuPy, NumPy, JAX, ...) as tensors on the same memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def as_tensor(value: Any) -> Any:
+    """A tensor on the memory of `value` if it offers DLPack or `__cuda_array_interface__`.
+
+    Lists are taken apart; tensors, numbers and strings come back as they are. Nothing is copied: an
+    operator that works in place changes the array. Raises ValueError for a read-only array.
+    """
+    if isinstance(value, Tensor | str | int | float | None):
+        return value
+    if isinstance(value, list | tuple):
+        return [as_tensor(each) for each in value]
+    for name in ("__array_interface__", "__cuda_array_interface__"):
+        if hasattr(value, name) and getattr(value, name)["data"][1]:
+            raise ValueError("an array is read-only; operators work in place and copy nothing")
+    if hasattr(value, "__dlpack__"):
+        return torch.from_dlpack(value)
+    if hasattr(value, "__cuda_array_interface__"):
+        return torch.as_tensor(value, device="cuda")
+    return value
+
+
+def taking_arrays(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator, with `as_tensor` before each argument."""
+
+    @functools.wraps(operator, assigned=("__doc__",), updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        own = {name: as_tensor(value) for name, value in kwargs.items()}
+        return operator(*(as_tensor(value) for value in args), **own)
+
+    return call
