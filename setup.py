@@ -202,7 +202,7 @@ def extension(torch, cuda: Path | None, why: str) -> setuptools.Extension:
     folders = library_paths()
     if cuda:
         # Neither the driver nor NCCL is linked: the extension imports on a machine without them.
-        sources, libraries = sources + CUDA_SOURCES, [*libraries, "cudart"]
+        sources, libraries = sources + CUDA_SOURCES, [*libraries, "c10_cuda", "cudart"]
         flags += ["-DEDIT_EXT_CUDA", "-isystem", str(cuda / "include")]
         folders.append(str(cuda / "lib64"))
     return setuptools.Extension(

@@ -31,6 +31,7 @@ def attach(
     layers: Sequence[str | nn.Module] | None = None,
     start: str = "check",
     comm: str = "auto",
+    max_ctas: int = 0,
     comm_wrapper: Callable[[_C.Comm], _C.Comm] | None = None,
 ) -> Handle:
     """Train `model` by EDiT (arXiv 2412.07210): local steps, a sync inside every `sync_every`-th
@@ -50,6 +51,7 @@ def attach(
     comm: "nccl": an NCCL communicator of our own on a side stream; "c10d": Gloo groups of our own,
         for CUDA parameters through pinned memory; "auto": NCCL where it can be. `explain()` says
         what was chosen and why.
+    max_ctas: SMs that one NCCL exchange may take from the training; 0: the library's choice.
     comm_wrapper: gets the communicator and returns the one to use; for tests and measurements.
 
     New weights are in place when a module that owns them runs. A forward that reads a weight before
@@ -72,16 +74,16 @@ def attach(
         optimizers: list[torch.optim.Optimizer] = []
         plan: Plan | None = None
         try:
-            check_kind(comm)
+            check_kind(comm, max_ctas)
             optimizers, plan = _prepare(model, optimizer, config, layers, start)
         except Exception as error:
             problem = error
         agree(replicas, model, plan, config, start, problem)
         assert plan is not None  # agree() has raised the problem
         like = next(p for p in model.parameters() if p.requires_grad)
-        direct, why = choose(replicas, comm, like)
+        direct, why = choose(replicas, comm, like, max_ctas)
         lane = _C.make_lane(like, direct)
-        plain = comm_for(replicas, direct, lane, config.timeout)
+        plain = comm_for(replicas, direct, lane, config.timeout, max_ctas)
         carrier = comm_wrapper(plain) if comm_wrapper and plain is not None else plain
         engine = Engine(model, optimizers, config, plan, replicas, lane, carrier, why)
     except BaseException as error:

@@ -14,16 +14,21 @@ KINDS = ("auto", "nccl", "c10d")
 log = logging.getLogger("edit_ext")
 
 
-def check_kind(kind: str) -> None:
-    """Raise ValueError for an unknown transport."""
+def check_kind(kind: str, max_ctas: int = 0) -> None:
+    """Raise ValueError for an unknown transport or a number of SMs that cannot be."""
+    if not isinstance(max_ctas, int) or isinstance(max_ctas, bool) or not 0 <= max_ctas <= 64:
+        raise ValueError(f"max_ctas must be a whole number from 0 to 64, but is {max_ctas!r}")
     if kind not in KINDS:
         raise ValueError(f"comm must be one of {', '.join(map(repr, KINDS))}, but is {kind!r}")
 
 
-def choose(group: ReplicaGroup, kind: str, like: torch.Tensor) -> tuple[bool, str]:
+def choose(
+    group: ReplicaGroup, kind: str, like: torch.Tensor, max_ctas: int = 0
+) -> tuple[bool, str]:
     """Whether NCCL carries the syncs of parameters where `like` is, and why. Collective.
 
-    All ranks come to the same choice. Raises ValueError on every rank when comm="nccl" cannot be.
+    All ranks come to the same choice. Raises ValueError on every rank when comm="nccl" cannot be,
+    or when max_ctas would have no effect.
     """
     obstacle = _obstacle(kind, like)
     if group.size == 1:
@@ -38,6 +43,8 @@ def choose(group: ReplicaGroup, kind: str, like: torch.Tensor) -> tuple[bool, st
         obstacle = first
     if kind == "nccl" and obstacle:
         raise ValueError(f"comm='nccl' cannot be used: {obstacle}")
+    if max_ctas and not chosen[0]:
+        raise ValueError(f"max_ctas={max_ctas} has no effect without NCCL: {chosen[1]}")
     if group.size > 1 and not chosen[0]:
         staged = ", staged in pinned memory" if like.device.type == "cuda" else ""
         chosen = False, f"a c10d group of its own (gloo){staged}: {chosen[1]}"
@@ -45,13 +52,15 @@ def choose(group: ReplicaGroup, kind: str, like: torch.Tensor) -> tuple[bool, st
     return chosen
 
 
-def comm_for(group: ReplicaGroup, direct: bool, lane: _C.Lane, timeout: float) -> _C.Comm | None:
+def comm_for(
+    group: ReplicaGroup, direct: bool, lane: _C.Lane, timeout: float, max_ctas: int = 0
+) -> _C.Comm | None:
     """The communicator of the choice; None for one replica. Collective."""
     if not direct:
         return group.comm()
     mine = _C.nccl_unique_id().hex() if group.rank == 0 else ""
     first = group.gather_text(mine, "the id of an NCCL group")[0]
-    return _C.make_nccl_comm(bytes.fromhex(first), group.rank, group.size, lane, timeout)
+    return _C.make_nccl_comm(bytes.fromhex(first), group.rank, group.size, lane, timeout, max_ctas)
 
 
 def _obstacle(kind: str, like: torch.Tensor) -> str:

@@ -74,6 +74,14 @@ def test_one_rank_without_nccl_is_enough(monkeypatch: pytest.MonkeyPatch) -> Non
     assert direct and "NCCL 2.30.7" in why
 
 
+@pytest.mark.parametrize(("ctas", "said"), [(-1, "from 0 to 64, but is -1"), (4, "no effect")])
+def test_max_ctas_is_never_ignored(ctas: int, said: str) -> None:
+    """A number that cannot be, and one that nothing would use, are refused."""
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=said):
+        edit_ext.attach(model, sgd(model), plain(), max_ctas=ctas)
+
+
 def test_nccl_comm_needs_a_direct_lane() -> None:
     """A lane that is no side stream of a GPU, and an id of another length, are named."""
     lane = _C.make_lane(torch.zeros(1))

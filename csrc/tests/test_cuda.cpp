@@ -67,6 +67,9 @@ void passes() {
                      bad, p);
       }
     }
+    // More chunks than blocks, so that shared memory is used again.
+    compare_sync({{1300000, DType::f32, 0}}, wire, 0, 2, -1, p);
+    compare_sync({{1300000, DType::f32, 0}}, wire, 0, 2, 1, p);
     // Optimizer states and buffers: no anchor, outer step "replace", no clip.
     Policy replace;
     replace.outer = Outer::replace;

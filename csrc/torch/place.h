@@ -3,11 +3,12 @@
 
 #include <ATen/Functions.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/Stream.h>
 
 #include "policy.h"
 #if defined(EDIT_EXT_CUDA)
-#include <c10/core/impl/VirtualGuardImpl.h>
+#if !defined(EDIT_EXT_EMULATED)
+#include <c10/cuda/CUDAStream.h>
+#endif
 
 #include "../cuda/device.h"
 #endif
@@ -20,10 +21,8 @@ inline bool on_cuda(at::Device) { return true; }
 inline cudaStream_t current_stream(at::Device) { return nullptr; }
 #elif defined(EDIT_EXT_CUDA)
 inline bool on_cuda(at::Device device) { return device.is_cuda(); }
-// Through torch's own registry: nothing of torch_cuda is linked.
 inline cudaStream_t current_stream(at::Device device) {
-  const c10::impl::VirtualGuardImpl impl(device.type());
-  return static_cast<cudaStream_t>(impl.getStream(device).native_handle());
+  return c10::cuda::getCurrentCUDAStream(device.index()).stream();
 }
 #else
 inline bool on_cuda(at::Device) { return false; }
