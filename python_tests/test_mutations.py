@@ -22,7 +22,6 @@ GUARDS = [
     ("team.cuh", "begin + kRun < n ? begin + kRun : n", "begin + kRun"),
     ("team.cuh", "row + kProductLanes <= end", "row < end"),
     ("tensors.cuh", "static_cast<int>(left < kChunk ? left : kChunk)", "kChunk"),
-    ("tensors.cuh", "if (t.size == 0) continue;", ""),
     ("passes.cu", "p.n - at < kChunk ? p.n - at : kChunk", "kChunk"),
     ("passes.cu", "n - at < kChunk ? n - at : kChunk", "kChunk"),
     ("passes.cu", "j < padded", "j < c.size"),

@@ -55,15 +55,14 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
   __shared__ float weights[kMaxReplicas];
   const int thread = static_cast<int>(threadIdx.x);
   if (thread < p.replicas) weights[thread] = p.weights[thread * p.stride];
-  __syncthreads();
-  bool all = true;
-  for (int r = 0; r < p.replicas; ++r) all = all && weights[r] != 0.0f;
   const BlockTeam team{true};
   for (int64_t i = blockIdx.x; i * kChunk < p.n; i += gridDim.x) {
     const int64_t at = i * kChunk;
     const int size = static_cast<int>(p.n - at < kChunk ? p.n - at : kChunk);
     if (thread < p.replicas) from[thread] = static_cast<const W*>(p.at[thread]) + at;
     __syncthreads();
+    bool all = true;
+    for (int r = 0; r < p.replicas; ++r) all = all && weights[r] != 0.0f;
     float sum;
     if (all && p.replicas == 2) {
       sum = merge<2>(team, size, 2, from, weights, p.merged + at);

@@ -102,7 +102,8 @@ struct BlockTeam {
   }
 
   // As cpu::Team::sum_products: a run of 2048 elements is folded from 16 lanes, here four threads
-  // of four lanes each, and the 32 runs of a chunk by a warp. For blocks of kProductThreads.
+  // of four lanes each, and the 32 runs of a chunk by a warp. For blocks of kProductThreads, which
+  // meet at a barrier before the next call.
   template <int R, class F>
   __device__ void sum_products(int n, F f, float* out) const {
     if (aligned) {
@@ -161,7 +162,6 @@ struct BlockTeam {
       const float sum = fold_warp(runs[p][lane]);
       if (lane == 0) out[p] = sum;
     }
-    __syncthreads();  // the next chunk writes `runs`
   }
 };
 static_assert(BlockTeam::kRuns == kWarp, "a warp folds the runs of a chunk");

@@ -194,11 +194,14 @@ inline void run_block(Machine& m) {
   std::vector<int> turn(threads);
   for (int t = 0; t < threads; ++t) turn[t] = m.order == Order::reverse ? threads - 1 - t : t;
   for (int t = 0; t < threads; ++t) start(m.fibers[t]);
+  bool stuck = false;   // the last round moved nobody: wake all
+  unsigned asleep = 0;  // warps, as bits
   while (true) {
     if (m.order == Order::random) std::shuffle(turn.begin(), turn.end(), m.randomness);
     bool moved = false;
+    if (stuck) asleep = 0;
     for (int t : turn) {
-      if (m.fibers[t].wait != Wait::none) continue;
+      if (m.fibers[t].wait != Wait::none || (asleep >> (t / 32) & 1)) continue;
       m.current = t;
       m.thread.x = static_cast<unsigned>(t);
       resume(m.fibers[t]);
@@ -216,8 +219,14 @@ inline void run_block(Machine& m) {
     if (count(Wait::barrier) == threads) {
       for (auto f = m.fibers.begin(); f != end; ++f) f->wait = Wait::none;
       moved = true;
+      // Behind a barrier about half the warps sleep until the others are stuck, so that some run
+      // as far ahead as they can.
+      if (m.order == Order::random) asleep = static_cast<unsigned>(m.randomness());
     }
-    if (!moved) throw std::runtime_error("threads wait for ever");
+    if (!moved && (stuck || m.order != Order::random)) {
+      throw std::runtime_error("threads wait for ever");
+    }
+    stuck = !moved;
   }
 }
 
