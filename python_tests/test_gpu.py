@@ -131,6 +131,23 @@ def test_a_whole_sync_waits_for_nobody() -> None:
         assert layer.settled
 
 
+def test_an_error_that_nobody_read_is_not_lost() -> None:
+    """A decision that has to raise does so at the layer's next begin, if stats() was not called."""
+    layer = layer_on(HOME, _C.BufferPool(1))
+    strict = _C.Policy(**{**POLICY, "max_flags_in_a_row": 1})
+
+    def sync(sync_index: int) -> None:
+        with torch.no_grad():
+            layer.params[0].fill_(float("nan"))
+        layer.begin(strict, sync_index=sync_index, steps=1, done=False)
+        layer.wait()
+
+    sync(0)
+    sync(1)
+    with pytest.raises(RuntimeError, match="sync 1: replica 0 had a norm that is not finite"):
+        sync(2)
+
+
 def test_races_of_streams_and_buffers() -> None:
     """200 syncs of two layers that share buffers, beside work on the caller's stream, same bits."""
     pool = _C.BufferPool(1)

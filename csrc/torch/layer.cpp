@@ -109,6 +109,7 @@ void Layer::begin(const Policy& policy, const SyncTag& tag) {
   if (flight_) throw std::runtime_error(where(tag) + "the layer is in flight already");
   const c10::DeviceGuard guard(device_);
   const Range range(name_, "begin");
+  if (last_) stats();  // nobody has asked: what it may have to throw must not be lost
   auto f = std::make_shared<Flight>();
   f->begin_timer = std::make_shared<Timer>(device_);
   f->buffers = pool_->acquire();
