@@ -119,9 +119,10 @@ class ReplicaGroup:
             self.bytes_sent += tensor.numel() * tensor.element_size()
 
     def start_sum(self, flat: Tensor) -> Any:
-        """Begin to sum a flat fp32 tensor over the replicas in place; the work to `finish`."""
+        """Begin to sum a flat tensor of the host, a few numbers, over the replicas in place; the
+        work to `finish`."""
         self.bytes_sent += 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size
-        return dist.all_reduce(flat, group=self.groups[0], async_op=True)
+        return dist.all_reduce(flat, group=self.groups[1], async_op=True)
 
     def finish(self, work: Any, what: str) -> None:
         """Wait for a collective while the peers live; Ctrl-C is seen within milliseconds.

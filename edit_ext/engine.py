@@ -69,10 +69,9 @@ class Engine:
         self._forward_since_tick = False
         self._no_root_said = False
         self.averager: GradientAverager | None = None
-        if config.warmup_steps and group.size > 1:
-            self.averager = GradientAverager(
-                list(self.syncs.trainable.items()), group, self.clock, self.failed
-            )
+        if config.warmup_steps and comm is not None:
+            trainable = list(self.syncs.trainable.items())
+            self.averager = GradientAverager(trainable, group, comm, lane, self.clock, self.failed)
         _live.add(self)
 
     # What hooks call

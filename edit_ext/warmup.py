@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import _C
 from .comm import ReplicaGroup
 from .schedule import Clock
 
@@ -18,25 +19,28 @@ BUCKET = 25 * 2**18  # fp32 elements, 25 MiB
 class GradientAverager:
     """Averages `.grad` of all parameters over the replicas at the end of each backward.
 
-    Buckets are summed in one fixed order, the last parameters first, as soon as their gradients and
-    those of all buckets before them are there. A gradient that is missing travels as zeros; a map
-    of presence, sent last, decides who receives one. Every replica runs the same number of rounds:
-    one that had no backward runs its round before the optimizer's step.
+    Buckets are averaged in one fixed order, the last parameters first, as soon as their gradients
+    and those of all buckets before them are there. A gradient that is missing travels as zeros; a
+    map of presence, sent last, decides who receives one. Every replica runs the same number of
+    rounds: one that had no backward runs its round before the optimizer's step.
 
-    clock: counts completed optimizer steps, which must be equal on all replicas.
+    comm, lane: what carries the syncs and where; the buckets travel the same way. group: for the
+    map. clock: counts completed optimizer steps, which must be equal on all replicas.
     """
 
     def __init__(
         self,
         params: Sequence[tuple[str, nn.Parameter]],
         group: ReplicaGroup,
+        comm: _C.Comm,
+        lane: _C.Lane,
         clock: Clock,
         on_error: Callable[[BaseException], None],
     ) -> None:
         self.skip = False  # inside no_sync(), or while the handle is paused
         self._names = [name for name, _ in params]
         self._params = [param for _, param in params]
-        self._group = group
+        self._group, self._comm, self._lane = group, comm, lane
         self._clock = clock
         self._on_error = on_error
         self._buckets = _split(self._params)
@@ -115,9 +119,10 @@ class GradientAverager:
 
     @torch.no_grad()
     def _launch(self, empty: bool = False) -> None:
-        """Pack the next bucket in fp32 and begin its sum."""
+        """Pack the next bucket in fp32 and begin its average."""
         bucket = self._buckets[len(self._works)]
-        flat = torch.zeros(sum(self._params[i].numel() for i in bucket))
+        size = sum(self._params[i].numel() for i in bucket)
+        flat = torch.zeros(size, device=self._params[bucket[0]].device)
         start = 0
         for i in bucket:
             grad, size = self._params[i].grad, self._params[i].numel()
@@ -125,7 +130,7 @@ class GradientAverager:
                 flat[start : start + size].view_as(grad).copy_(grad)
             start += size
         self._flats.append(flat)
-        self._works.append(self._group.start_sum(flat))
+        self._works.append(_C.Mean(flat, self._comm, self._lane))
 
     @torch.no_grad()
     def _finish(self, done: bool) -> None:
@@ -158,7 +163,6 @@ class GradientAverager:
     def _write_back(self, tail: Tensor) -> None:
         present = tail.tolist()
         for bucket, flat in zip(self._buckets, self._flats, strict=True):
-            flat.div_(self._group.size)
             start = 0
             for i in bucket:
                 param, size = self._params[i], self._params[i].numel()

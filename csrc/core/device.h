@@ -14,8 +14,11 @@ class Device {
   virtual void pseudo_grad(const LayerView& v) = 0;
   // Between 2 and 3. records[replica] <- all shard_sums and the tag.
   virtual void record(const LayerView& v, const SyncTag& tag) = 0;
-  // Step 5. decision, per_replica, detectors, merged, merge_records[mesh_rank] <- records, pieces.
-  virtual void merge(const LayerView& v, const Policy& p) = 0;
+  // Step 5, first half. decision, per_replica, detectors <- records.
+  virtual void decide(const LayerView& v, const Policy& p) = 0;
+  // Second half. merged, merge_records[mesh_rank] <- pieces, weights in per_replica. `merged` may
+  // be the owned piece itself.
+  virtual void merge(const LayerView& v) = 0;
   // Step 7. Owned piece of anchor or send (see codec.h), momentum <- merged, merge_records.
   virtual void outer_step(const LayerView& v, const Policy& p) = 0;
   // Step 9. tensors (and anchor, where steps came back) <- anchor, send.

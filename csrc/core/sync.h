@@ -34,13 +34,23 @@ inline void sync_exchange(Device& dev, const Comms& comms, const LayerView& v, c
     comms.replica->gather_scalars(v.records, sizeof(NormRecord));  // 3
     exchange_pieces(*comms.replica, v);                            // 4
   }
-  dev.merge(v, p);                                                                   // 5
+  dev.decide(v, p);  // 5
+  dev.merge(v);
   if (comms.mesh) comms.mesh->gather_scalars(v.merge_records, sizeof(MergeRecord));  // 6
   dev.outer_step(v, p);                                                              // 7
   if (comms.replica) {                                                               // 8
     void* pieces = returns_steps(v.wire) ? v.send : static_cast<void*>(v.anchor);
     comms.replica->all_gather(pieces, wire_bytes(v.wire, v.piece), wire_bytes(v.wire, v.size));
   }
+}
+
+// Sum of w_r * send over the replicas, in place, with the weights in per_replica: steps 4, 5 and 8
+// for a flat vector that is no layer (gradients of the warm-up). v.merged is the owned piece of
+// v.send.
+inline void mean_exchange(Device& dev, Comm& comm, const LayerView& v) {
+  exchange_pieces(comm, v);
+  dev.merge(v);
+  comm.all_gather(v.send, wire_bytes(v.wire, v.piece), wire_bytes(v.wire, v.size));
 }
 
 // On the caller's stream again: the only write to the user's tensors.

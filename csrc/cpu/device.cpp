@@ -91,8 +91,11 @@ void CpuDevice::merge_pieces(const std::vector<const void*>& pieces, Wire wire,
   *sum = total(partials, (n + kChunk - 1) / kChunk);
 }
 
-void CpuDevice::merge(const LayerView& v, const Policy& p) {
-  decide(p, v.replicas, v.records, v.detectors, v.per_replica, *v.decision);
+void CpuDevice::decide(const LayerView& v, const Policy& p) {
+  edit_ext::decide(p, v.replicas, v.records, v.detectors, v.per_replica, *v.decision);
+}
+
+void CpuDevice::merge(const LayerView& v) {
   std::vector<float> weights(v.replicas);
   std::vector<const void*> pieces(v.replicas);
   for (int r = 0; r < v.replicas; ++r) {

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kWarp) record_kernel(const LayerView v, const 
 
 __global__ void __launch_bounds__(kWarp) decide_kernel(const LayerView v, const Policy p) {
   if (threadIdx.x != 0) return;
-  decide(p, v.replicas, v.records, v.detectors, v.per_replica, *v.decision);
+  edit_ext::decide(p, v.replicas, v.records, v.detectors, v.per_replica, *v.decision);
 }
 
 __global__ void __launch_bounds__(kWarp)
@@ -65,7 +65,11 @@ void CudaDevice::record(const LayerView& v, const SyncTag& tag) {
   launch("record_kernel", record_kernel, 1, kWarp, stream_, v, tag);
 }
 
-void CudaDevice::merge(const LayerView& v, const Policy& p) {
+void CudaDevice::decide(const LayerView& v, const Policy& p) {
+  launch("decide_kernel", decide_kernel, 1, kWarp, stream_, v, p);
+}
+
+void CudaDevice::merge(const LayerView& v) {
   Pieces pieces{};
   pieces.replicas = checked(v.replicas);
   for (int r = 0; r < v.replicas; ++r) pieces.at[r] = received(v, r);
@@ -74,7 +78,6 @@ void CudaDevice::merge(const LayerView& v, const Policy& p) {
   pieces.n = piece_elements(v, v.replica);
   pieces.merged = v.merged;
   pieces.partials = v.partials;
-  launch("decide_kernel", decide_kernel, 1, kWarp, stream_, v, p);
   merge_pass(pieces, v.wire, stream_);
   launch("merge_sum_kernel", merge_sum_kernel, 1, kWarp, stream_, v);
 }

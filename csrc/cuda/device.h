@@ -24,7 +24,8 @@ class CudaDevice final : public Device {
 
   void pseudo_grad(const LayerView& v) override;
   void record(const LayerView& v, const SyncTag& tag) override;
-  void merge(const LayerView& v, const Policy& p) override;
+  void decide(const LayerView& v, const Policy& p) override;
+  void merge(const LayerView& v) override;
   void outer_step(const LayerView& v, const Policy& p) override;
   void write_back(const LayerView& v) override;
 

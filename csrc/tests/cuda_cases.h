@@ -126,7 +126,8 @@ struct Case {
       if (r != v.replica) records[r] = {1.0 + r, 5, 3, 0};
       if (r == bad) records[r].norm2 = NAN;
     }
-    device.merge(v, p);
+    device.decide(v, p);
+    device.merge(v);
     device.outer_step(v, p);
     device.write_back(v);
   }

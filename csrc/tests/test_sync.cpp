@@ -21,8 +21,11 @@ class ClosedDevice final : public Device {
   void record(const LayerView& v, const SyncTag& t) override {
     inside([&] { device_.record(v, t); });
   }
-  void merge(const LayerView& v, const Policy& p) override {
-    inside([&] { device_.merge(v, p); });
+  void decide(const LayerView& v, const Policy& p) override {
+    inside([&] { device_.decide(v, p); });
+  }
+  void merge(const LayerView& v) override {
+    inside([&] { device_.merge(v); });
   }
   void outer_step(const LayerView& v, const Policy& p) override {
     inside([&] { device_.outer_step(v, p); });
@@ -102,6 +105,53 @@ void no_host_decision() {
   CHECK(!(WIFEXITED(status) && WEXITSTATUS(status) == 0));
 }
 
+// A flat vector becomes its mean over the replicas, in the same bits everywhere; NaN stays NaN.
+void check_mean(int replicas, int n) {
+  const Mesh mesh(replicas, 1);
+  std::vector<std::vector<float>> flats(replicas, std::vector<float>(n));
+  std::vector<double> expected(n);
+  for (int r = 0; r < replicas; ++r) {
+    for (int j = 0; j < n; ++j) {
+      flats[r][j] = static_cast<float>((j * 37 + r * 11) % 101) / 64.0f;
+      expected[j] += flats[r][j] / static_cast<double>(replicas);
+    }
+  }
+  flats[replicas - 1][n / 2] = NAN;
+  std::vector<std::thread> threads;
+  for (int r = 0; r < replicas; ++r) {
+    threads.emplace_back([&, r] {
+      const Mesh::Seat seat = mesh.seat(r, 0);
+      cpu::CpuDevice device(two_threads);
+      LayerView v{};
+      v.size = n;
+      v.replica = r;
+      v.replicas = replicas;
+      v.piece = piece_size(n, replicas);
+      v.wire = Wire::f32;
+      std::vector<float> recv((replicas - 1) * v.piece), partials(v.piece / kChunk + 1);
+      std::vector<PerReplica> per_replica(replicas);
+      for (PerReplica& p : per_replica) p.weight = 1.0f / static_cast<float>(replicas);
+      MergeRecord record{};
+      Decision decision{};
+      v.send = flats[r].data();
+      v.recv = recv.data();
+      v.merged = flats[r].data() + r * v.piece;
+      v.partials = partials.data();
+      v.per_replica = per_replica.data();
+      v.merge_records = &record;
+      v.decision = &decision;
+      mean_exchange(device, *seat.replica, v);
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  for (int j = 0; j < n; ++j) {
+    for (int r = 1; r < replicas; ++r) {
+      CHECK(std::memcmp(&flats[r][j], &flats[0][j], sizeof(float)) == 0);
+    }
+    CHECK(j == n / 2 ? std::isnan(flats[0][j]) : std::fabs(flats[0][j] - expected[j]) < 1e-6);
+  }
+}
+
 // A replica that never comes, and one that aborts: everybody else gets an exception in time.
 void missing_member() {
   ThreadGroup group(2, 0.2);
@@ -152,6 +202,9 @@ int main() {
   }
   // bf16 keeps 8 bits of each pseudo-gradient and step: 2^-9 of a movement of about 0.02, a sync.
   check_trajectory(2, 2, Wire::bf16, 5e-4);
+  for (int replicas : {2, 3, 4}) {
+    for (int n : {1, 127, 1000, 200000}) check_mean(replicas, n);
+  }
   missing_member();
   sticky_worker_errors();
   return testing::close("test_sync");

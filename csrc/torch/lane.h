@@ -38,6 +38,8 @@ class Lane {
   // Seconds that the task took on its side stream, once join() has been passed there; -1 on the
   // CPU, where the task itself can look at a clock.
   virtual double seconds(Ticket ticket) = 0;
+  // The other end of a ticket whose seconds nobody asks for. After join().
+  virtual void forget(Ticket ticket) = 0;
   virtual void fail(const std::string& reason) = 0;
   virtual bool close(double seconds) = 0;
 };
@@ -48,6 +50,7 @@ class CpuLane final : public Lane {
   bool wait(Ticket t, double seconds) override { return worker_.wait(t, seconds); }
   void join(Ticket) override {}
   double seconds(Ticket) override { return -1.0; }
+  void forget(Ticket) override {}
   void fail(const std::string& reason) override { worker_.fail(reason); }
   bool close(double seconds) override { return worker_.close(seconds); }
 
@@ -66,6 +69,7 @@ class CudaLane final : public Lane {
   bool wait(Ticket ticket, double seconds) override;
   void join(Ticket ticket) override;
   double seconds(Ticket ticket) override;
+  void forget(Ticket ticket) override { spans_.erase(ticket); }
   void fail(const std::string& reason) override;
   bool close(double seconds) override;
   cudaStream_t stream() const { return stream_; }

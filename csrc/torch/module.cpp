@@ -7,6 +7,7 @@
 #include "checksum.h"
 #include "info.h"
 #include "layer.h"
+#include "mean.h"
 #include "nccl_door.h"
 #include "policy.h"
 
@@ -145,6 +146,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("anchor", &Layer::anchor)
       .def_property_readonly("momentum", &Layer::momentum)
       .def_property_readonly("detector", &Layer::detector);
+
+  py::class_<Mean>(m, "Mean")
+      .def(py::init<at::Tensor, shared_ptr<Comm>, shared_ptr<Lane>>(), py::arg("flat"),
+           py::arg("replica"), py::arg("lane"), unlocked())
+      .def("is_completed", &Mean::is_completed, unlocked())
+      .def("wait", &Mean::wait, unlocked());
 
   m.def("checksum", &checksum, py::arg("tensor"), unlocked());
   m.def("build_info", &build_info);

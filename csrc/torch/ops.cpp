@@ -37,7 +37,6 @@ Tensor pseudo_grad_op(const Tensor& anchor, at::TensorList params, const Tensor&
   return sum;
 }
 
-// A merge of nothing: what is left of step 5 is the decision.
 std::tuple<Tensor, Tensor, Tensor> decide_op(const Tensor& norms, const Tensor& steps,
                                              const Tensor& detector, c10::string_view weighting,
                                              double temperature, OptionalDouble z_threshold,
@@ -64,7 +63,7 @@ std::tuple<Tensor, Tensor, Tensor> decide_op(const Tensor& norms, const Tensor& 
   v.per_replica = as<PerReplica>(decided);
   v.merge_records = as<MergeRecord>(merged);
   v.decision = as<Decision>(decision);
-  run_on(device, [&](Device& passes) { passes.merge(v, p); });
+  run_on(device, [&](Device& passes) { passes.decide(v, p); });
   return {weights_in(decided), flags_in(decided), skip_in(decision)};
 }
 
