@@ -31,6 +31,9 @@ struct LayerView {
   int64_t num_chunks;
   int64_t size;   // elements of all tensors, each rounded up to kGroup
   int64_t piece;  // elements of one piece
+  // A tensor that another rank of the replica holds too counts once, with that rank: norms are
+  // taken over the first `counted` elements, which are the first counted_chunks chunks.
+  int64_t counted, counted_chunks;
   int32_t replica, replicas, shard, shards, mesh_rank, mesh_ranks;
   Wire wire;
   bool anchored;  // false: the anchor is taken as zero (buffers, optimizer states)
@@ -57,6 +60,12 @@ struct LayerView {
 EDIT_HD int64_t piece_elements(const LayerView& v, int r) {
   const int64_t left = v.size - r * v.piece;
   return left < 0 ? 0 : left < v.piece ? left : v.piece;
+}
+
+// Elements of the owned piece that count in norms; they come first.
+EDIT_HD int64_t counted_in_piece(const LayerView& v) {
+  const int64_t n = piece_elements(v, v.replica), left = v.counted - v.replica * v.piece;
+  return left < 0 ? 0 : left < n ? left : n;
 }
 
 // Piece r as this rank received it; its own was never sent.

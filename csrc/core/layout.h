@@ -10,7 +10,9 @@ namespace edit_ext {
 struct Layout {
   std::vector<TensorView> tensors;
   std::vector<Chunk> chunks;
-  int64_t size = 0;  // elements of the flat buffers
+  int64_t size = 0;      // elements of the flat buffers
+  int64_t counted = -1;  // those that count in norms; -1: all
+  int64_t counted_chunks = -1;
 
   // Appends a tensor behind the ones already there, at the next multiple of kGroup.
   void add(void* data, int64_t elements, DType dtype) {
@@ -21,6 +23,12 @@ struct Layout {
       const int64_t left = elements - start;
       chunks.push_back({index, static_cast<int32_t>(left < kChunk ? left : kChunk), start});
     }
+  }
+
+  // What is added from now on counts with another rank of the replica.
+  void stop_counting() {
+    counted = size;
+    counted_chunks = static_cast<int64_t>(chunks.size());
   }
 
   // One fp32 sum per chunk of the tensors, or of a piece, whichever are more.
@@ -37,6 +45,8 @@ struct Layout {
     v.chunks = chunks.data();
     v.num_chunks = static_cast<int64_t>(chunks.size());
     v.size = size;
+    v.counted = counted < 0 ? size : counted;
+    v.counted_chunks = counted < 0 ? v.num_chunks : counted_chunks;
   }
 };
 

@@ -67,7 +67,7 @@ void CpuDevice::pseudo_grad(const LayerView& v) {
     std::memset(send + wire_bytes(v.wire, c.size), 0,
                 static_cast<size_t>(wire_bytes(v.wire, padded - c.size)));
   });
-  v.shard_sums[v.shard] = total(v.partials, v.num_chunks);
+  v.shard_sums[v.shard] = total(v.partials, v.counted_chunks);
 }
 
 void CpuDevice::record(const LayerView& v, const SyncTag& tag) {
@@ -102,10 +102,17 @@ void CpuDevice::merge(const LayerView& v) {
     weights[r] = v.per_replica[r].weight;
     pieces[r] = received(v, r);
   }
+  const int64_t n = piece_elements(v, v.replica), counted = counted_in_piece(v);
   MergeRecord& record = v.merge_records[v.mesh_rank];
-  merge_pieces(pieces, v.wire, weights.data(), piece_elements(v, v.replica), v.merged, v.partials,
-               &record.norm2);
   record.hash = v.decision->hash;
+  merge_pieces(pieces, v.wire, weights.data(), counted, v.merged, v.partials, &record.norm2);
+  if (counted == n) return;
+  for (const void*& piece : pieces) {
+    piece = static_cast<const char*>(piece) + wire_bytes(v.wire, counted);
+  }
+  double uncounted = 0.0;
+  merge_pieces(pieces, v.wire, weights.data(), n - counted, v.merged + counted, v.partials,
+               &uncounted);
 }
 
 void CpuDevice::outer_step(const LayerView& v, const Policy& p) {

@@ -24,8 +24,7 @@ __global__ void __launch_bounds__(kWarp)
 }
 
 __global__ void __launch_bounds__(kWarp) merge_sum_kernel(const LayerView v) {
-  const int64_t n = piece_elements(v, v.replica);
-  const double sum = total(v.partials, (n + kChunk - 1) / kChunk);
+  const double sum = total(v.partials, (counted_in_piece(v) + kChunk - 1) / kChunk);
   if (threadIdx.x == 0) v.merge_records[v.mesh_rank] = {sum, v.decision->hash};
 }
 
@@ -57,7 +56,7 @@ void merge_pieces(const std::vector<const void*>& pieces, Wire wire, const float
 
 void CudaDevice::pseudo_grad(const LayerView& v) {
   pseudo_grad_pass(v, stream_);
-  launch("sum_kernel", sum_kernel, 1, kWarp, stream_, v.partials, v.num_chunks,
+  launch("sum_kernel", sum_kernel, 1, kWarp, stream_, v.partials, v.counted_chunks,
          v.shard_sums + v.shard);
 }
 
@@ -75,11 +74,19 @@ void CudaDevice::merge(const LayerView& v) {
   for (int r = 0; r < v.replicas; ++r) pieces.at[r] = received(v, r);
   pieces.weights = &v.per_replica->weight;  // an address: nothing is read here
   pieces.stride = sizeof(PerReplica) / sizeof(float);
-  pieces.n = piece_elements(v, v.replica);
+  pieces.n = counted_in_piece(v);
   pieces.merged = v.merged;
   pieces.partials = v.partials;
   merge_pass(pieces, v.wire, stream_);
   launch("merge_sum_kernel", merge_sum_kernel, 1, kWarp, stream_, v);
+  const int64_t rest = piece_elements(v, v.replica) - pieces.n;
+  if (rest == 0) return;
+  for (int r = 0; r < v.replicas; ++r) {
+    pieces.at[r] = static_cast<const char*>(pieces.at[r]) + wire_bytes(v.wire, pieces.n);
+  }
+  pieces.merged += pieces.n;
+  pieces.n = rest;
+  merge_pass(pieces, v.wire, stream_);
 }
 
 void CudaDevice::outer_step(const LayerView& v, const Policy& p) {

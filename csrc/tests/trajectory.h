@@ -37,17 +37,32 @@ inline int size_of_layer(int l) {
   return n;
 }
 
-inline std::vector<float> start_of(int l, int s) {
-  std::vector<float> x(size_of_layer(l));
-  for (size_t j = 0; j < x.size(); ++j) x[j] = static_cast<float>(std::cos(0.11 * j + l + 3.0 * s));
+// The last tensor of a layer of several is held by all shards alike.
+inline int shared_of_layer(int l) { return kLayers[l].size() > 1 ? kLayers[l].back() : 0; }
+
+// Place in the whole layer of element j of shard s: the shards one after the other, then what all
+// of them hold.
+inline int place_in_layer(int l, int s, int shards, int j) {
+  const int own = size_of_layer(l) - shared_of_layer(l);
+  return j < own ? s * own + j : (shards - 1) * own + j;
+}
+
+inline double start_at(int l, int place) { return std::cos(0.11 * place + l); }
+
+inline std::vector<float> start_of(int l, int s, int shards) {
+  std::vector<float> x;
+  for (int j = 0; j < size_of_layer(l); ++j) {
+    x.push_back(static_cast<float>(start_at(l, place_in_layer(l, s, shards, j))));
+  }
   return x;
 }
 
-inline void train(RankLayer& layer, int k, int r, int s, int l) {
-  const int n = size_of_layer(l);
+inline void train(RankLayer& layer, int k, int r, int s, int shards, int l) {
   int j = 0;
   for (auto& t : layer.tensors) {
-    for (float& x : t) x += static_cast<float>(movement(k, r, l, s * n + j++));
+    for (float& x : t) {
+      x += static_cast<float>(movement(k, r, l, place_in_layer(l, s, shards, j++)));
+    }
   }
 }
 
@@ -61,14 +76,15 @@ inline void run_rank(const Mesh& mesh, Device& device, int r, int s, Wire wire, 
   std::vector<std::unique_ptr<RankLayer>> layers;
   for (size_t l = 0; l < kLayers.size(); ++l) {
     layers.push_back(std::make_unique<RankLayer>(kLayers[l], wire, r, mesh.replicas, s, mesh.shards,
-                                                 start_of(static_cast<int>(l), s)));
+                                                 start_of(static_cast<int>(l), s, mesh.shards),
+                                                 shared_of_layer(static_cast<int>(l)) > 0));
   }
   const Policy p = policy();
   for (int k = 0; k < kSyncs; ++k) {
     std::vector<cpu::Worker::Ticket> tickets;
     for (size_t l = 0; l < layers.size(); ++l) {
       RankLayer& layer = *layers[l];
-      train(layer, k, r, s, static_cast<int>(l));
+      train(layer, k, r, s, mesh.shards, static_cast<int>(l));
       sync_begin(device, layer.view);
       tickets.push_back(worker.submit([&device, &seat, &layer, &p, k] {
         sync_exchange(device, seat.comms(), layer.view, p, {k, 8, 0});
@@ -86,24 +102,23 @@ inline void run_rank(const Mesh& mesh, Device& device, int r, int s, Wire wire, 
   CHECK(worker.close(5.0));
 }
 
-inline std::vector<double> widened(const std::vector<float>& x) { return {x.begin(), x.end()}; }
-
 inline void compare(const Mesh& mesh, const Record& record, double tolerance) {
   const Policy p = policy();
   for (size_t l = 0; l < kLayers.size(); ++l) {
+    const int layer = static_cast<int>(l);
     std::vector<double> start;
-    for (int s = 0; s < mesh.shards; ++s) {
-      const auto part = widened(start_of(static_cast<int>(l), s));
-      start.insert(start.end(), part.begin(), part.end());
+    for (int j = 0;
+         j <= place_in_layer(layer, mesh.shards - 1, mesh.shards, size_of_layer(layer) - 1); ++j) {
+      start.push_back(static_cast<float>(start_at(layer, j)));
     }
     Expected expected(start);
-    const size_t n = size_of_layer(static_cast<int>(l));
+    const size_t n = size_of_layer(layer);
     for (int k = 0; k < kSyncs; ++k) {
       std::vector<std::vector<double>> replicas(mesh.replicas, expected.anchor);
       std::vector<bool> flags;
       for (int r = 0; r < mesh.replicas; ++r) {
         for (size_t j = 0; j < start.size(); ++j) {
-          replicas[r][j] += movement(k, r, static_cast<int>(l), static_cast<int>(j));
+          replicas[r][j] += movement(k, r, layer, static_cast<int>(j));
         }
         flags.push_back(flagged(k, r));
       }
@@ -112,7 +127,8 @@ inline void compare(const Mesh& mesh, const Record& record, double tolerance) {
         for (int s = 0; s < mesh.shards; ++s) {
           bool equal = true;
           for (size_t j = 0; j < n; ++j) {
-            equal = equal && near(record[r][s][k][l][j], expected.anchor[s * n + j], tolerance);
+            const int place = place_in_layer(layer, s, mesh.shards, static_cast<int>(j));
+            equal = equal && near(record[r][s][k][l][j], expected.anchor[place], tolerance);
           }
           CHECK(equal);
         }

@@ -57,13 +57,16 @@ struct RankLayer {
   Scalars scalars;
 
   RankLayer(const std::vector<int>& sizes, Wire wire, int replica, int replicas, int shard,
-            int shards, const std::vector<float>& start) {
+            int shards, const std::vector<float>& start, bool last_is_shared = false) {
     size_t at = 0;
     for (int n : sizes) {
       tensors.emplace_back(start.begin() + at, start.begin() + at + n);
       at += n;
     }
-    for (auto& t : tensors) layout.add(t.data(), static_cast<int64_t>(t.size()), DType::f32);
+    for (auto& t : tensors) {
+      if (last_is_shared && &t == &tensors.back() && shard > 0) layout.stop_counting();
+      layout.add(t.data(), static_cast<int64_t>(t.size()), DType::f32);
+    }
     LayerView& v = view;
     layout.describe(v);
     v.replica = replica;

@@ -29,10 +29,11 @@ at::Device device_of(const std::string& layer, const std::vector<at::Tensor>& pa
 
 }  // namespace
 
-Layer::Layer(std::string name, std::vector<at::Tensor> params, SharedComms comms,
+Layer::Layer(std::string name, std::vector<at::Tensor> params, int64_t counted, SharedComms comms,
              std::shared_ptr<Lane> lane, std::shared_ptr<BufferPool> pool, Wire wire, bool anchored)
     : name_(std::move(name)),
       params_(std::move(params)),
+      counted_(counted),
       comms_(std::move(comms)),
       lane_(std::move(lane)),
       device_(device_of(name_, params_)),
@@ -41,6 +42,8 @@ Layer::Layer(std::string name, std::vector<at::Tensor> params, SharedComms comms
       anchored_(anchored),
       staged_(params_.size()) {
   c10::NoGradGuard no_grad;
+  TORCH_CHECK_VALUE(counted >= 0 && counted <= static_cast<int64_t>(params_.size()), "layer ",
+                    name_, ": counted is ", counted, "; expected 0 to ", params_.size());
   for (size_t i = 0; i < params_.size(); ++i) {
     const std::string item = "layer " + name_ + ": params[" + std::to_string(i) + "]";
     const at::Tensor& p = params_[i];
@@ -75,6 +78,7 @@ std::string Layer::where(const SyncTag& tag) const {
 Layout Layer::layout(bool copy_in) {
   Layout flat;
   for (size_t i = 0; i < params_.size(); ++i) {
+    if (static_cast<int64_t>(i) == counted_) flat.stop_counting();
     const at::Tensor& p = params_[i];
     TORCH_CHECK_VALUE(p.strides().vec() == strides_[i], "layer ", name_, ": params[", i,
                       "] has strides ", p.strides(), "; it had ", strides_[i],
@@ -221,6 +225,23 @@ void Layer::judge(const Flight& f) {
                              " had a norm that is not finite more than " +
                              std::to_string(f.policy.max_flags_in_a_row) + " times in a row");
   }
+}
+
+void Layer::rebind(std::vector<at::Tensor> params) {
+  if (flight_) throw std::runtime_error("layer " + name_ + ": rebind() while a sync is in flight");
+  TORCH_CHECK_VALUE(params.size() == params_.size(), "layer ", name_, ": got ", params.size(),
+                    " tensors; expected ", params_.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    const std::string item = "layer " + name_ + ": params[" + std::to_string(i) + "]";
+    check_on(params[i], item, device_);
+    TORCH_CHECK_VALUE(params[i].scalar_type() == params_[i].scalar_type() &&
+                          params[i].sizes() == params_[i].sizes() &&
+                          params[i].strides() == params_[i].strides(),
+                      item, " is ", params[i].scalar_type(), " of shape ", params[i].sizes(),
+                      " and strides ", params[i].strides(), "; it was ", params_[i].scalar_type(),
+                      " of shape ", params_[i].sizes(), " and strides ", params_[i].strides());
+  }
+  params_ = std::move(params);
 }
 
 void Layer::capture() {

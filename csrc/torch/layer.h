@@ -24,7 +24,9 @@ struct LayerStats {
 
 class Layer {
  public:
-  Layer(std::string name, std::vector<at::Tensor> params, SharedComms comms,
+  // counted: how many of the parameters, the first ones, count in this rank's norms; the others are
+  // replicated inside the shard group and count with another rank.
+  Layer(std::string name, std::vector<at::Tensor> params, int64_t counted, SharedComms comms,
         std::shared_ptr<Lane> lane, std::shared_ptr<BufferPool> pool, Wire wire, bool anchored);
 
   // Step 1 on the caller's stream; steps 2 to 8 go to the lane. Throws when a sync of this layer
@@ -38,6 +40,8 @@ class Layer {
   // Whether stats() would return without waiting for the device.
   bool settled() const { return !last_ || last_->write_back_timer->passed(); }
 
+  // The same parameters at other addresses; not while a sync is in flight.
+  void rebind(std::vector<at::Tensor> params);
   void capture();  // anchor <- params
   void restore();  // params <- anchor rounded to their dtype
 
@@ -59,7 +63,8 @@ class Layer {
   std::string where(const SyncTag& tag) const;
 
   const std::string name_;
-  const std::vector<at::Tensor> params_;
+  std::vector<at::Tensor> params_;
+  const int64_t counted_;
   const SharedComms comms_;
   const std::shared_ptr<Lane> lane_;
   const at::Device device_;

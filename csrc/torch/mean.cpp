@@ -21,7 +21,7 @@ Mean::Mean(at::Tensor flat, std::shared_ptr<Comm> replica, std::shared_ptr<Lane>
   v.replicas = replica->size();
   v.mesh_ranks = 1;
   check_flat(flat, "flat", device, at::kFloat, 0);
-  v.size = flat.numel();
+  v.size = v.counted = flat.numel();
   v.piece = piece_size(v.size, v.replicas);
   v.wire = Wire::f32;
   s.comms.replica = std::move(replica);

@@ -115,15 +115,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Layer, shared_ptr<Layer>>(m, "Layer")
       .def(py::init([](std::string name, std::vector<at::Tensor> params, shared_ptr<Comm> replica,
                        shared_ptr<Comm> shard, shared_ptr<Comm> mesh, shared_ptr<Lane> lane,
-                       shared_ptr<BufferPool> pool, const std::string& wire, bool anchored) {
+                       shared_ptr<BufferPool> pool, const std::string& wire, bool anchored,
+                       std::optional<int64_t> counted) {
+             const auto all = static_cast<int64_t>(params.size());
              return std::make_shared<Layer>(
-                 std::move(name), std::move(params),
+                 std::move(name), std::move(params), counted.value_or(all),
                  SharedComms{std::move(shard), replica, mesh ? std::move(mesh) : replica},
                  std::move(lane), std::move(pool), wire_named(wire), anchored);
            }),
            py::arg("name"), py::arg("params"), py::kw_only(), py::arg("replica"),
            py::arg("shard") = nullptr, py::arg("mesh") = nullptr, py::arg("lane"), py::arg("pool"),
-           py::arg("wire") = "fp32", py::arg("anchored") = true)
+           py::arg("wire") = "fp32", py::arg("anchored") = true, py::arg("counted") = py::none())
       .def(
           "begin",
           [](Layer& layer, const Policy& policy, int64_t sync_index, int64_t steps, bool done) {
@@ -134,6 +136,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("wait", &wait)
       .def_property_readonly("settled", &Layer::settled)
       .def("ready", [](Layer& layer) { return layer.wait_for(0.0); })
+      .def("rebind", &Layer::rebind, py::arg("params"))
       .def("capture", &Layer::capture, unlocked())
       .def("restore", &Layer::restore, unlocked())
       .def("stats", &stats)
