@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 
 from . import _C
 from .layer import clean
+from .sharding import is_sharded, local
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -21,8 +22,6 @@ def check_model(model: nn.Module, *, warmup: bool) -> None:
 
     warmup: gradients are going to be averaged.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     for name, module in model.named_modules():
         _check_module(clean(name) or type(module).__name__, module, warmup)
     places: dict[tuple[int, object], str] = {}
@@ -30,8 +29,9 @@ def check_model(model: nn.Module, *, warmup: bool) -> None:
         name = clean(name)
         _check_parameter(name, param)
         if param.numel() and param.requires_grad:
-            place = (param.untyped_storage().data_ptr(), param.storage_offset())
-            if place in places:
+            own = local(param)
+            place = (own.untyped_storage().data_ptr(), own.storage_offset())
+            if own.numel() and place in places:
                 raise ValueError(
                     f"parameters {places[place]!r} and {name!r} are two objects on one memory; tie "
                     "them by using one nn.Parameter in both places"
@@ -40,7 +40,7 @@ def check_model(model: nn.Module, *, warmup: bool) -> None:
     homes: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
         if param.requires_grad:
-            homes.setdefault(param.device, clean(name))
+            homes.setdefault(local(param).device, clean(name))
     if len(homes) > 1:
         said = ", ".join(f"{name!r} on {device}" for device, name in homes.items())
         raise ValueError(
@@ -81,32 +81,28 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
         raise ValueError(f"parameter {name!r} is on the meta device; give it values before attach")
     if not param.requires_grad:
         return
-    inner = param.data
-    if type(inner).__module__.startswith("torch.distributed"):
-        raise TypeError(
-            f"parameter {name!r} is a {type(inner).__name__}: sharded models are not supported "
-            "yet; attach to a plain model"
-        )
-    if type(param) is not nn.Parameter or type(inner) is not Tensor:
-        kind = type(param) if type(param) is not nn.Parameter else type(inner)
+    inner = local(param)
+    plain = type(param) is nn.Parameter or is_sharded(param)
+    if not plain or type(inner) is not Tensor:
+        kind = type(inner) if plain else type(param)
         raise TypeError(
             f"parameter {name!r} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass "
             "whose values are not its memory; attach handles plain parameters"
         )
-    if param.layout is not torch.strided:
-        raise TypeError(f"parameter {name!r} has layout {param.layout}; attach needs torch.strided")
+    if inner.layout is not torch.strided:
+        raise TypeError(f"parameter {name!r} has layout {inner.layout}; attach needs torch.strided")
     if param.dtype not in DTYPES:
         raise TypeError(
             f"parameter {name!r} is {param.dtype}; attach handles float32, bfloat16 and float16"
         )
-    if param.device.type != "cpu" and not _C.on_cuda(param):
+    if inner.device.type != "cpu" and not _C.on_cuda(inner):
         raise ValueError(
-            f"parameter {name!r} is on {param.device}; this build handles the CPU only: its CUDA "
+            f"parameter {name!r} is on {inner.device}; this build handles the CPU only: its CUDA "
             f"part is {_C.build_info()['cuda_reason']}"
         )
-    if any(s == 0 and n > 1 for s, n in zip(param.stride(), param.shape, strict=True)):
+    if any(s == 0 and n > 1 for s, n in zip(inner.stride(), inner.shape, strict=True)):
         raise ValueError(
-            f"parameter {name!r} has strides {param.stride()}: several elements share one place in "
+            f"parameter {name!r} has strides {inner.stride()}: several elements share one place in "
             "memory; make it contiguous before attach"
         )
 

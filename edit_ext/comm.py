@@ -1,12 +1,9 @@
-"""The replica group: our own duplicates of a process group, and watched collectives on them."""
+"""Our own groups of ranks, and watched collectives on them."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -23,53 +20,38 @@ PATIENCE = timedelta(days=365)
 GRACE = 2.0  # seconds for what a peer has sent before it left
 
 
-class ReplicaGroup:
-    """The R ranks that hold the replicas, on two Gloo groups that nobody else uses.
+class RankGroup:
+    """Some ranks on Gloo groups that nobody else uses.
 
-    A group shared with other code would see calls in an order that differs between ranks. With one
-    replica there is no process group at all and every method returns at once.
+    A group shared with other code would see calls in an order that differs between ranks. A group
+    of one has no process group at all and every method returns at once.
 
-    rank, size: this replica's index and R. ranks: the members' global ranks.
+    ranks: the members' global ranks; rank: this rank's index among them; names: how messages call
+    them.
     bytes_sent: what the collectives of this class have sent from this rank, as a ring would.
     broken: a collective has not been completed, so the groups cannot be used any more.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        ranks: list[int],
+        rank: int,
+        names: list[str],
+        heartbeat: Heartbeat | None,
         timeout: float,
-        on_failure: Callable[[str], None],
     ) -> None:
-        self.rank, self.size, self.ranks = 0, 1, [0]
+        self.ranks, self.rank, self.size = ranks, rank, len(ranks)
         self.bytes_sent = 0
         self.broken = False
-        self.heartbeat: Heartbeat | None = None
+        self.heartbeat = heartbeat
         self.groups: list[dist.ProcessGroup] = []
-        if not (dist.is_available() and dist.is_initialized()):
-            if group is not None:
-                raise ValueError("group= was given, but torch.distributed is not initialised")
-            return
-        if group is None:
-            self.ranks = list(range(dist.get_world_size()))
-        elif not isinstance(group, dist.ProcessGroup):
-            raise ValueError(
-                f"group= must be a process group that contains rank {dist.get_rank()}; it is "
-                f"{group!r}"
-            )
-        else:
-            self.ranks = dist.get_process_group_ranks(group)
-        self.size = len(self.ranks)
-        self.rank = self.ranks.index(dist.get_rank())
+        self._names = names
         if self.size == 1:
             return
-        store = distributed_c10d._get_default_store()
-        prefix = _prefix(store, self.rank, self.ranks)
-        self.heartbeat = Heartbeat(store, prefix, self.rank, self.ranks, timeout, on_failure)
-        self.heartbeat.arrive()
         whole = self.size == dist.get_world_size()
         for purpose in ("payload", "scalars"):
             duplicate = dist.new_group(
-                self.ranks,
+                ranks,
                 timeout=timedelta(seconds=max(timeout, 1.0)),
                 backend="gloo",
                 use_local_synchronization=not whole,
@@ -77,25 +59,24 @@ class ReplicaGroup:
             )
             distributed_c10d._set_pg_timeout(PATIENCE, duplicate)
             self.groups.append(duplicate)
-        self.heartbeat.start()
 
     def comm(self) -> _C.Comm | None:
-        """The C++ communicator over these groups; None for R = 1."""
+        """The C++ communicator over these groups; None for a group of one."""
         if self.size == 1:
             return None
         return _C.C10dComm(self.groups[0].group_name, self.groups[1].group_name)
 
-    def name(self, replica: int) -> str:
-        """How messages call a replica."""
-        return f"replica {replica} (rank {self.ranks[replica]})"
+    def name(self, member: int) -> str:
+        """How messages call a member."""
+        return self._names[member]
 
     def gather(self, values: list[int], what: str) -> list[list[int]]:
-        """All replicas' lists of signed 64-bit integers, of one length, by replica."""
+        """All members' lists of signed 64-bit integers, of one length, by member."""
         mine = torch.tensor(values, dtype=torch.int64)
         return [part.tolist() for part in self._gather(mine, what)]
 
     def gather_text(self, text: str, what: str) -> list[str]:
-        """All replicas' texts, of any length, by replica."""
+        """All members' texts, of any length, by member."""
         raw = text.encode()
         lengths = [row[0] for row in self.gather([len(raw)], what)]
         mine = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
@@ -108,7 +89,7 @@ class ReplicaGroup:
         ]
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> None:
-        """Overwrite `tensor` (contiguous) with replica `source`'s."""
+        """Overwrite `tensor` (contiguous) with that of member `source`."""
         if self.size == 1 or tensor.numel() == 0:
             return
         work = dist.broadcast(
@@ -119,7 +100,7 @@ class ReplicaGroup:
             self.bytes_sent += tensor.numel() * tensor.element_size()
 
     def start_sum(self, flat: Tensor) -> Any:
-        """Begin to sum a flat tensor of the host, a few numbers, over the replicas in place; the
+        """Begin to sum a flat tensor of the host, a few numbers, over the members in place; the
         work to `finish`."""
         self.bytes_sent += 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size
         return dist.all_reduce(flat, group=self.groups[1], async_op=True)
@@ -148,7 +129,7 @@ class ReplicaGroup:
             self.broken = True
             if not isinstance(error, RuntimeError):
                 raise
-            reason = self.why() or f"the replica group of ranks {self.ranks}: {error}"
+            reason = self.why() or f"the group of ranks {self.ranks}: {error}"
             raise RuntimeError(f"{what}: {reason}") from error
 
     def why(self) -> str | None:
@@ -161,8 +142,6 @@ class ReplicaGroup:
         A Gloo group with an open operation would block until its peer is gone, at interpreter exit
         too, so such a group is kept alive on purpose.
         """
-        if self.heartbeat is not None:
-            self.heartbeat.stop()
         groups, self.groups = self.groups, []
         for group in groups:
             if self.broken or not clean:
@@ -187,11 +166,3 @@ def keep_for_ever(thing: object) -> None:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def _prefix(store: dist.Store, rank: int, ranks: list[int]) -> str:
-    """Store keys of this attach: of this group, this life of the job, this count of attaches."""
-    members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    place = f"edit_ext/{members}/{life}"
-    return f"{place}/{store.add(f'{place}/attaches/{rank}', 1)}"

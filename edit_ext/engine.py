@@ -14,12 +14,14 @@ import torch
 from torch import nn
 
 from . import _C
-from .comm import ReplicaGroup, keep_for_ever
+from .comm import keep_for_ever
 from .config import EDiT
 from .layer import Plan
+from .mesh import ReplicaMesh
 from .schedule import Clock
 from .syncs import Syncs
 from .ticker import Ticker
+from .transport import Carriers
 from .warmup import GradientAverager
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -46,17 +48,17 @@ class Engine:
         optimizers: list[torch.optim.Optimizer],
         config: EDiT,
         plan: Plan,
-        group: ReplicaGroup,
+        mesh: ReplicaMesh,
         lane: _C.Lane,
-        comm: _C.Comm | None,
+        comms: Carriers,
         transport: str,
     ) -> None:
         self.transport = transport  # what carries the syncs, and why, for people
         self.model, self.config, self.plan = model, config, plan
-        self.group, self.lane, self.comm = group, lane, comm
+        self.mesh, self.lane, self.comms = mesh, lane, comms
         self.ticker = Ticker(optimizers)
         self.clock = Clock(config)
-        self.syncs = Syncs(model, self.clock, plan, group, lane, comm)
+        self.syncs = Syncs(model, self.clock, plan, mesh, lane, comms)
         self.error: str | None = None
         self.closed = False
         self.paused = False
@@ -69,9 +71,11 @@ class Engine:
         self._forward_since_tick = False
         self._no_root_said = False
         self.averager: GradientAverager | None = None
-        if config.warmup_steps and comm is not None:
+        if config.warmup_steps and comms.replica is not None:
             trainable = list(self.syncs.trainable.items())
-            self.averager = GradientAverager(trainable, group, comm, lane, self.clock, self.failed)
+            self.averager = GradientAverager(
+                trainable, mesh.replica, comms.replica, lane, self.clock, self.failed
+            )
         _live.add(self)
 
     # What hooks call
@@ -102,13 +106,13 @@ class Engine:
         if self.forward_thread == threading.get_ident():
             self.forward_thread = None
 
-    def visit(self, wanted: list[int]) -> None:
+    def visit(self, module: nn.Module, wanted: list[int]) -> None:
         """Before the forward of a module that needs the layers `wanted`."""
         if not (self.syncs.active or self.syncs.recording):
             return
         if self.forward_thread == threading.get_ident():
             with self.watched():
-                self.syncs.visit(wanted)
+                self.syncs.visit(module, wanted)
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: object | None) -> None:
         """Before an optimizer's step: finish what the forward did not visit."""
@@ -211,19 +215,19 @@ class Engine:
 
         Ctrl-C while a layer is waited for is no error: the wait can be taken up again.
         """
-        if isinstance(error, Exception) or self.group.broken:
+        if isinstance(error, Exception) or self.mesh.broken:
             self._stick(str(error) or type(error).__name__)
 
     def peer_failed(self, reason: str) -> None:
         """The heartbeat has lost a peer: every wait in C++ ends with this reason."""
         self.lane.fail(reason)
-        if self.comm is not None:
-            self.comm.abort(reason)
+        for comm in self.comms.each:
+            comm.abort(reason)
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent: gradients, scalars, payload, checks."""
-        return self.group.bytes_sent + (self.comm.bytes_sent if self.comm is not None else 0)
+        return self.mesh.bytes_sent + self.comms.bytes_sent
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -232,7 +236,7 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            reason = self.group.why() if type(error) is RuntimeError else None
+            reason = self.mesh.why() if type(error) is RuntimeError else None
             if reason is None or reason in str(error):
                 self.failed(error)
                 raise
@@ -250,11 +254,11 @@ class Engine:
         if self._foreign():
             return
         clean = self.error is None and not self.syncs.pipeline.in_flight
-        if not clean and self.comm is not None:
-            self.comm.abort(self.error or "the handle was closed")
-            keep_for_ever(self.comm)
+        for comm in [] if clean else self.comms.each:
+            comm.abort(self.error or "the handle was closed")
+            keep_for_ever(comm)
         clean = self.lane.close(1.0 if clean else 0.0) and clean
-        self.group.close(clean=clean)
+        self.mesh.close(clean=clean)
 
     def __del__(self) -> None:
         if hasattr(self, "averager") and not self.closed:
@@ -263,8 +267,8 @@ class Engine:
     def _stick(self, reason: str) -> None:
         if self.error is None:
             self.error = reason
-            if self.group.heartbeat is not None:
-                self.group.heartbeat.say_failed(reason)
+            if self.mesh.heartbeat is not None:
+                self.mesh.heartbeat.say_failed(reason)
 
     def _inert(self) -> bool:
         """Whether hooks must do nothing now."""

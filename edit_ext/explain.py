@@ -15,14 +15,14 @@ SHOWN = 8  # steps listed before "..."
 
 def explain(engine: Engine, steps: int | None = None) -> str:
     """Layers in order, syncs of the next `steps` steps (default: two windows), bytes, memory."""
-    config, clock, group = engine.config, engine.clock, engine.group
+    config, clock, mesh = engine.config, engine.clock, engine.mesh
     last = clock.step + (2 * config.sync_every if steps is None else steps)
     due = sum(1 for _ in sync_steps(clock.step + 1, last, config))
     shown = list(islice(sync_steps(clock.step + 1, last, config), SHOWN))
     listed = ", ".join(map(str, shown)) + (", ..." if due > len(shown) else "")
     lines = [
-        f"EDiT over {group.size} replica{'s' * (group.size > 1)}, this is replica {group.rank}; "
-        f"step {clock.step}, {clock.sync_index} syncs so far",
+        f"EDiT over {_count(mesh.replica.size, 'replica')}{_shards(engine)}, this is "
+        f"{mesh.all.name(mesh.all.rank)}; step {clock.step}, {clock.sync_index} syncs so far",
         f"syncs: a window of {config.sync_every} steps; in steps {clock.step + 1} to {last}: {due}"
         + (f", each in the forward that follows step {listed}" if shown else ""),
     ]
@@ -61,16 +61,17 @@ def _layers(engine: Engine) -> list[str]:
 
 def _bytes(engine: Engine, due: int, last: int) -> list[str]:
     """What one rank sends."""
-    group, config = engine.group, engine.config
+    group, config = engine.mesh.replica, engine.config
     if group.size == 1:
-        return ["transport: none, with one replica nothing is exchanged"]
+        return ["bytes: with one replica no layer is exchanged"]
     share = 2 * (group.size - 1) / group.size
     width = 2 if config.wire == "bf16" else 4
     payload = sum(layer.size for layer in engine.syncs.layers) * width * share
     warm = max(0, min(config.warmup_steps, last) - engine.clock.step)
-    gradients = sum(p.numel() for p in engine.syncs.trainable.values()) * 4 * share
+    own = sum(p.numel() for layer in engine.syncs.anchored_layers() for p in layer.params)
+    gradients = own * 4 * share
     return [
-        f"transport: Gloo over ranks {group.ranks}, wire {config.wire}; "
+        f"ranks of the outer sync: {group.ranks}, wire {config.wire}; "
         f"a peer silent for {config.timeout:g} s is given up",
         f"each rank sends {_size(payload)} of payload per sync, {_size(payload * due)} in the "
         f"{due} syncs above"
@@ -89,6 +90,15 @@ def _memory(engine: Engine) -> list[str]:
         f"memory: anchors {_size(anchors)}, outer momentum {_size(momenta)}, detectors "
         f"{_size(detectors)}, buffers of layers in flight {_size(engine.syncs.pool.bytes)} so far"
     ]
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number > 1)}"
+
+
+def _shards(engine: Engine) -> str:
+    shards = engine.mesh.shard.size
+    return f" of {shards} shards each" if shards > 1 else ""
 
 
 def _size(count: float) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from .engine import Engine
 from .explain import explain
+from .fsdp import data_seat
 from .state import load_state_dict, state_dict
 
 
@@ -54,13 +55,15 @@ class Handle:
 
     @property
     def data_rank(self) -> int:
-        """This replica's index: which part of the data it should read."""
-        return self._engine.group.rank
+        """Which part of the data this rank should read: in a model that is not sharded the index of
+        the replica; shards of FSDP2 each read a part of their own."""
+        rank, world = data_seat(self._engine.model)
+        return self._engine.mesh.replica.rank * world + rank
 
     @property
     def data_world(self) -> int:
-        """Number of replicas R: into how many parts the data should be split."""
-        return self._engine.group.size
+        """Into how many parts the data should be split: replicas times shards of FSDP2."""
+        return self._engine.mesh.replica.size * data_seat(self._engine.model)[1]
 
     @property
     def outer_lr(self) -> float:
@@ -140,14 +143,17 @@ class Handle:
         if not self._engine.clock.anchored:
             yield
             return
-        params = list(self._engine.syncs.trainable.values())
+        syncs = self._engine.syncs
+        syncs.refresh()
+        params = [param for layer in syncs.anchored_layers() for param in layer.params]
         own = [param.detach().clone() for param in params]
         self._engine.swapped = True
         try:
-            for layer in self._engine.syncs.anchored_layers():
+            for layer in syncs.anchored_layers():
                 layer.restore()
             yield
         finally:
+            syncs.refresh()  # a forward inside may have gathered the agreed weights
             with torch.no_grad():
                 for param, value in zip(params, own, strict=True):
                     param.detach().copy_(value)

@@ -20,7 +20,7 @@ class Heartbeat:
     `failure` and is handed to `on_failure` once.
 
     store: any c10d store; the thread works on a clone, that is on a connection of its own.
-    ranks: global ranks of the group's members; rank: this rank's index among them.
+    names: how messages call the members; rank: this rank's index among them.
     """
 
     def __init__(
@@ -28,16 +28,16 @@ class Heartbeat:
         store: dist.Store,
         prefix: str,
         rank: int,
-        ranks: Sequence[int],
+        names: Sequence[str],
         timeout: float,
         on_failure: Callable[[str], None],
     ) -> None:
         self.failure: str | None = None
         self._rank = rank
-        self._ranks = list(ranks)
+        self._names = list(names)
         self._timeout = timeout
         self._on_failure = on_failure
-        self._keys = [f"{prefix}/beat/{index}" for index in range(len(ranks))]
+        self._keys = [f"{prefix}/beat/{index}" for index in range(len(names))]
         self._period = min(max(timeout / 8, 0.05), 5.0)
         self._store = _own_connection(store, timeout)
         self._stop = threading.Event()
@@ -60,9 +60,9 @@ class Heartbeat:
         while missing:
             missing = [index for index in missing if not self._store.check([self._keys[index]])]
             if missing and time.monotonic() > deadline:
-                names = ", ".join(self._name(index) for index in missing)
+                names = ", ".join(self._names[index] for index in missing)
                 raise RuntimeError(
-                    f"attach on rank {self._ranks[self._rank]} waited {self._timeout:g} s in vain "
+                    f"attach on {self._names[self._rank]} waited {self._timeout:g} s in vain "
                     f"for {names}: every rank of the group must call attach."
                 )
             if missing:
@@ -88,15 +88,15 @@ class Heartbeat:
             for index, value in enumerate(values):
                 _, state, detail = value.decode().split("|", 2)
                 if index != self._rank and state == FAILED:
-                    return f"{self._name(index)} failed: {detail}"
+                    return f"{self._names[index]} failed: {detail}"
                 if index != self._rank and state == LEFT:
-                    return f"{self._name(index)} left after sync {detail}"
+                    return f"{self._names[index]} left after sync {detail}"
         return self.failure
 
     def departed(self) -> str | None:
         """A peer that has left the group, if one has, in words."""
         for index, reached in list(self._left.items()):
-            return f"{self._name(index)} left after sync {reached}"
+            return f"{self._names[index]} left after sync {reached}"
         return None
 
     def waiting_for(self, sync_index: int) -> None:
@@ -150,14 +150,14 @@ class Heartbeat:
             self._left[index] = int(detail)
             self._judge_left(index, int(detail))
         elif state == FAILED:
-            self._fail(f"{self._name(index)} failed: {detail}")
+            self._fail(f"{self._names[index]} failed: {detail}")
         elif silent > self._timeout:
-            self._fail(f"{self._name(index)} silent for {silent:.1f} s")
+            self._fail(f"{self._names[index]} silent for {silent:.1f} s")
 
     def _judge_left(self, index: int, reached: int) -> None:
         if reached < self._waiting_for:
             self._fail(
-                f"{self._name(index)} left after sync {reached}, "
+                f"{self._names[index]} left after sync {reached}, "
                 f"but this rank is in sync {self._waiting_for}"
             )
 
@@ -179,9 +179,6 @@ class Heartbeat:
             self._beat()
         except Exception:  # the store may be gone already; the peers notice the silence
             return
-
-    def _name(self, index: int) -> str:
-        return f"replica {index} (rank {self._ranks[index]})"
 
 
 def _own_connection(store: dist.Store, timeout: float) -> dist.Store:

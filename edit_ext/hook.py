@@ -10,16 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from . import _C
+from . import _C, fsdp
 from .checks import check_average_buffers, check_model, check_optimizers
-from .comm import ReplicaGroup
 from .config import EDiT
 from .engine import Engine, live_engines
 from .handle import Handle
 from .layer import Plan, find_layers
+from .mesh import ReplicaMesh
+from .sharding import local, replica_group, shard_ranks
 from .start import agree
-from .transport import check_kind, choose, comm_for
+from .transport import carriers_for, check_kind, choose
 
 
 def attach(
@@ -27,6 +29,7 @@ def attach(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     config: EDiT,
     *,
+    mesh: DeviceMesh | None = None,
     group: dist.ProcessGroup | None = None,
     layers: Sequence[str | nn.Module] | None = None,
     start: str = "check",
@@ -37,16 +40,20 @@ def attach(
     """Train `model` by EDiT (arXiv 2412.07210): local steps, a sync inside every `sync_every`-th
     forward. The loop itself stays as it is.
 
-    Collective: every rank of `group` calls it with a model of the same structure. Hooks count
+    Collective: every rank of every replica calls it with a model of the same structure. Hooks count
     `optimizer.step()` and act in training-mode forwards of `model` with gradients enabled.
 
     model: parameters in float32, bfloat16 or float16, on the CPU or, in a build with the CUDA part,
         on one CUDA device; frozen ones are left alone.
     optimizer: one, or a list of those that step parts of the model.
-    group: ranks that hold one replica each; None: all ranks, or this process alone when
-        torch.distributed is not initialised.
-    layers: modules, or their names, to be synced as one layer each; None: the children of the
-        outermost ModuleLists, else the direct children. What is left over is split by direct child.
+    mesh: a DeviceMesh with named dimensions, one of which counts the replicas; the model is sharded
+        over the others (`fully_shard` on `mesh["shard"]`, tensor parallelism, or both).
+    group: instead of a mesh, the ranks that hold the same part of the model in all replicas; None:
+        all ranks, or this process alone when torch.distributed is not initialised. The ranks that
+        share a replica are those of the parameters' DTensors.
+    layers: modules, or their names, to be synced as one layer each; None: the parameter groups of
+        FSDP2, else the children of the outermost ModuleLists, else the direct children. What is
+        left over is split by direct child.
     start: "check": replicas must have equal values; "broadcast": all take replica 0's.
     comm: "nccl": an NCCL communicator of our own on a side stream; "c10d": Gloo groups of our own,
         for CUDA parameters through pinned memory; "auto": NCCL where it can be. `explain()` says
@@ -69,7 +76,7 @@ def attach(
     # Also with bad arguments this rank meets its peers, so that they hear of it and need not wait.
     problem: Exception | None = None
     timeout = config.timeout if isinstance(config, EDiT) else EDiT().timeout
-    replicas = ReplicaGroup(group, timeout, on_failure)
+    ranks = _meet(model, mesh, group, timeout, on_failure)
     try:
         optimizers: list[torch.optim.Optimizer] = []
         plan: Plan | None = None
@@ -78,22 +85,43 @@ def attach(
             optimizers, plan = _prepare(model, optimizer, config, layers, start)
         except Exception as error:
             problem = error
-        agree(replicas, model, plan, config, start, problem)
+        agree(ranks, model, plan, config, start, problem)
         assert plan is not None  # agree() has raised the problem
-        like = next(p for p in model.parameters() if p.requires_grad)
-        direct, why = choose(replicas, comm, like, max_ctas)
+        like = local(next(p for p in model.parameters() if p.requires_grad))
+        direct, why = choose(ranks.all, comm, like, max_ctas)
         lane = _C.make_lane(like, direct)
-        plain = comm_for(replicas, direct, lane, config.timeout, max_ctas)
-        carrier = comm_wrapper(plain) if comm_wrapper and plain is not None else plain
-        engine = Engine(model, optimizers, config, plan, replicas, lane, carrier, why)
+        carriers = carriers_for(ranks, direct, lane, config.timeout, max_ctas, comm_wrapper)
+        engine = Engine(model, optimizers, config, plan, ranks, lane, carriers, why)
     except BaseException as error:
-        if replicas.heartbeat is not None and problem is None:
-            replicas.heartbeat.say_failed(f"attach: {error}")
-        replicas.close()
+        if ranks.heartbeat is not None and problem is None:
+            ranks.heartbeat.say_failed(f"attach: {error}")
+        ranks.close()
         raise
-    if replicas.heartbeat is not None and replicas.heartbeat.failure is not None:
-        engine.peer_failed(replicas.heartbeat.failure)
+    if ranks.heartbeat is not None and ranks.heartbeat.failure is not None:
+        engine.peer_failed(ranks.heartbeat.failure)
     return Handle(engine, _register(engine, optimizers))
+
+
+def _meet(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    group: dist.ProcessGroup | None,
+    timeout: float,
+    on_failure: Callable[[str], None],
+) -> ReplicaMesh:
+    """Find this rank's replica and shards, and its peers."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    fsdp.reshard(fsdp.fsdp_modules(model))
+    if mesh is not None:
+        if group is not None:
+            raise ValueError("mesh= and group= both say which ranks hold the replicas; pass one")
+        group = replica_group(mesh, model)
+    try:
+        shards, problem = shard_ranks(model.named_parameters()), None
+    except TypeError as error:
+        shards, problem = None, f"TypeError: {error}"
+    return ReplicaMesh(group, shards, problem, timeout, on_failure)
 
 
 def _prepare(
@@ -195,7 +223,7 @@ class _Visit(_ModuleHook):
     def __call__(self, module: nn.Module, args: Any = None) -> None:
         engine = self.engine(module)
         if engine is not None and engine.forward_thread is not None:
-            engine.visit(self._layers)
+            engine.visit(module, self._layers)
 
 
 class _CompiledCall:

@@ -1,4 +1,4 @@
-"""Which parameters form a layer, and which modules wait for it, in a plain model."""
+"""Which parameters form a layer, and which modules wait for it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
+
+from . import fsdp
 
 ROOT = "(root)"
 
@@ -16,6 +18,8 @@ class Unit:
 
     name: str
     params: dict[str, nn.Parameter] = field(default_factory=dict)
+    counted: int = 0
+    """How many of them, the first ones, count in this rank's norms."""
 
 
 @dataclass
@@ -37,11 +41,16 @@ class Plan:
     """Layers that the root itself waits for: its own parameters."""
     whole: str | None
     """Why all layers are waited for before the root's forward; None when they are not."""
+    sharded: dict[nn.Module, int] = field(default_factory=dict)
+    """FSDP2 modules and the layer of what each of them gathers."""
+
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile, activation checkpointing
 
 
 def clean(name: str) -> str:
-    """A module's or parameter's name without what torch.compile's wrapper adds to it."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+    """A module's or parameter's name without what torch's wrappers of modules add to it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -61,17 +70,25 @@ def find_layers(
 ) -> Plan:
     """Split the trainable parameters of `model` into layers.
 
-    A layer is what `layers` names (modules or their names); else each child of the outermost
-    `nn.ModuleList`s; else each direct child. What is left over is split by direct child of the
-    root. A parameter that several layers share belongs to the first of them.
+    A layer is what `layers` names (modules or their names); else each FSDP2 parameter group; else
+    each child of the outermost `nn.ModuleList`s; else each direct child. What is left over belongs
+    to the FSDP2 module around it, or is split by direct child of the root. A parameter that several
+    layers share belongs to the first of them.
 
     Raises ValueError for an unknown or overlapping name, TypeError for anything else in `layers`.
     """
+    groups = fsdp.param_groups(model)
+    if groups and layers is not None:
+        raise ValueError(
+            "layers= has no effect on a model of fully_shard: FSDP2 gathers a parameter group at a "
+            "time, so those are the layers"
+        )
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         modules.setdefault(clean(name), module)  # torch.compile's wrapper, not what it wraps
-    names = _chosen(model, modules, layers)
-    units = _units(model, modules, names)
+    names = [] if groups else _chosen(model, modules, layers)
+    names_of = {module: name for name, module in modules.items()}
+    units = _units(model, modules, names, [(names_of[g.modules[0]], g.params) for g in groups])
     owner = {id(p): index for index, unit in enumerate(units) for p in unit.params.values()}
     uncovered = [
         clean(name)
@@ -80,7 +97,15 @@ def find_layers(
     ]
     if uncovered:
         raise ValueError(f"no layer covers the parameter {uncovered[0]!r}")
-    waits = _waits(model, modules, names, owner)
+    gathered = {id(p) for group in groups for p in group.params}
+    waits = _waits(model, modules, names, {i: u for i, u in owner.items() if i not in gathered})
+    sharded: dict[nn.Module, int] = {}
+    for group in groups:
+        mine = {owner[id(p)] for p in group.params if id(p) in owner}
+        for module in group.modules:
+            if mine:
+                sharded[module] = min(mine)
+                waits.setdefault(_gate_name(names_of[module], modules), set()).update(mine)
     root = sorted(waits.pop("", set()))
     whole = None
     if granularity == "model":
@@ -88,7 +113,7 @@ def find_layers(
     elif is_compiled(model):
         whole = "the root is compiled as a whole"
     gates = [] if whole else [Gate(modules[n], sorted(waits[n])) for n in modules if n in waits]
-    return Plan(units, gates, root, whole)
+    return Plan(units, gates, root, whole, sharded)
 
 
 def _chosen(
@@ -134,7 +159,12 @@ def _resolve(item: str | nn.Module, modules: dict[str, nn.Module]) -> str:
     raise TypeError(f"layers= takes module names or modules, not {type(item).__name__}")
 
 
-def _units(model: nn.Module, modules: dict[str, nn.Module], names: list[str]) -> list[Unit]:
+def _units(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    names: list[str],
+    groups: list[tuple[str, list[nn.Parameter]]],
+) -> list[Unit]:
     owned: set[int] = set()
     units: dict[str, Unit] = {}
 
@@ -144,11 +174,18 @@ def _units(model: nn.Module, modules: dict[str, nn.Module], names: list[str]) ->
                 owned.add(id(param))
                 units.setdefault(unit, Unit(unit)).params[clean(name)] = param
 
+    called = {id(p): name for name, p in model.named_parameters()}
+    for name, params in groups:
+        give(name or ROOT, [(called[id(p)], p) for p in params])
     for name in names:
         give(name, modules[name].named_parameters(prefix=name))
+    around = {name for name, _ in groups}
     for name, param in model.named_parameters():
         child, dot, _ = clean(name).partition(".")
-        give(child if dot else ROOT, [(name, param)])
+        home = clean(name).rpartition(".")[0]
+        while home and home not in around:
+            home = home.rpartition(".")[0]
+        give((home if home in around else child if dot else "") or ROOT, [(name, param)])
     # Registration order, because layers that the first forward does not visit follow by it.
     place = {id(p): index for index, p in enumerate(model.parameters())}
     return sorted(units.values(), key=lambda u: min(place[id(p)] for p in u.params.values()))

@@ -28,9 +28,8 @@ class Metrics:
     sync: what the sync would take with nothing hidden (pseudo-gradient, exchange, write-back).
     """
 
-    def __init__(self, replicas: int) -> None:
+    def __init__(self) -> None:
         self.totals = Totals()
-        self._replicas = replicas
         self._records: deque[dict[str, Any]] = deque(maxlen=KEEP)
         self._skipping: set[str] = set()
         self._idle_said = False

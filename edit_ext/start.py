@@ -13,27 +13,30 @@ from torch import Tensor, nn
 
 from . import _C
 from .checks import persistent_buffers
-from .comm import ReplicaGroup
+from .comm import RankGroup
 from .config import EDiT
 from .layer import Plan, clean
+from .mesh import ReplicaMesh
+from .sharding import describe, is_sharded, local
 
 Rows = list[list[Any]]  # [label, what is said about it], in a fixed order
 
 
 def agree(
-    group: ReplicaGroup,
+    mesh: ReplicaMesh,
     model: nn.Module,
     plan: Plan | None,
     config: EDiT,
     start: str,
     problem: Exception | None,
 ) -> None:
-    """Compare all replicas, in fixed-size digests first, and raise the same error on every rank.
+    """Compare all ranks, in fixed-size digests first, and raise the same error on every rank.
 
     problem: what this rank found wrong on its own; it is raised here after the peers have heard.
     start: "check" raises ValueError naming the first value that differs; "broadcast" copies replica
     0's parameters and persistent buffers to all.
     """
+    group = mesh.all
     if problem is not None or plan is None:
         group.gather([1, 0, 0, 0], "start check")
         text = f"{type(problem).__name__}: {problem}"
@@ -55,34 +58,42 @@ def agree(
         raise RuntimeError(f"attach was refused on {group.name(first)}: {texts[first]}")
     for column, (title, rows) in enumerate(sections.items(), 1):
         if len({row[column] for row in gathered}) > 1:
-            _raise_difference(group, title, rows())
-    _agree_on_values(group, model, start)
+            _raise_difference(group, title, rows(), group.size)
+    _agree_on_values(mesh, model, start)
 
 
-def _agree_on_values(group: ReplicaGroup, model: nn.Module, start: str) -> None:
-    if group.size == 1:
+def _agree_on_values(mesh: ReplicaMesh, model: nn.Module, start: str) -> None:
+    if mesh.all.size == 1:
         return
-    values = _values(model)
-    if len({row[0] for row in group.gather([_digest(values)], "start check")}) == 1:
+    # A shard has the same values in all replicas; what is not sharded has them on all ranks.
+    sharded, whole = _values(model, sharded=True), _values(model, sharded=False)
+    digests = mesh.all.gather([_digest(sharded), _digest(whole)], "start check")
+    shards = mesh.shard.size
+    shards_differ = any(row[0] != digests[i % shards][0] for i, row in enumerate(digests))
+    wholes_differ = any(row[1] != digests[0][1] for row in digests)
+    if not shards_differ and not wholes_differ:
         return
     if start == "check":
-        _raise_difference(group, "values", values)
+        rows, period = (sharded, shards) if shards_differ else (whole, mesh.all.size)
+        _raise_difference(mesh.all, "values", rows, period)
     for name, tensor in _tensors(model).items():
+        group = mesh.replica if is_sharded(tensor) else mesh.all
         broadcast_into(group, tensor, f"start, broadcast of {name!r}")
 
 
 @torch.no_grad()
-def broadcast_into(group: ReplicaGroup, tensor: Tensor, what: str, source: int = 0) -> None:
-    """Overwrite a tensor of any strides with replica `source`'s values, in place."""
-    dense = tensor.detach().clone(memory_format=torch.contiguous_format)
+def broadcast_into(group: RankGroup, tensor: Tensor, what: str, source: int = 0) -> None:
+    """Overwrite this rank's memory of a tensor, of any strides, with that of member `source`."""
+    own = local(tensor)
+    dense = own.clone(memory_format=torch.contiguous_format)
     group.broadcast(dense, what, source)
     if group.rank != source:
-        tensor.detach().copy_(dense)
+        own.copy_(dense)
 
 
 def values_digest(params: list[nn.Parameter]) -> int:
-    """One signed 64-bit number that depends on every byte of the parameters."""
-    return _digest([[_C.checksum(p)] for p in params])
+    """One signed 64-bit number that depends on every byte of this rank's parameters."""
+    return _digest([[_C.checksum(local(p))] for p in params])
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -95,7 +106,7 @@ def _structure(model: nn.Module) -> Rows:
     rows: Rows = [
         [
             name,
-            f"{p.dtype} {list(p.shape)} strides {list(p.stride())}",
+            describe(p),
             "trainable" if p.requires_grad else "frozen",
         ]
         for name, p in params.items()
@@ -106,10 +117,11 @@ def _structure(model: nn.Module) -> Rows:
     return rows
 
 
-def _values(model: nn.Module) -> Rows:
+def _values(model: nn.Module, *, sharded: bool) -> Rows:
     return [
-        [name, f"a value with checksum {_C.checksum(t):016x}"]
+        [name, f"a value with checksum {_C.checksum(local(t)):016x}"]
         for name, t in _tensors(model).items()
+        if is_sharded(t) == sharded
     ]
 
 
@@ -118,11 +130,15 @@ def _digest(rows: Rows) -> int:
     return int.from_bytes(raw, "little", signed=True)
 
 
-def _raise_difference(group: ReplicaGroup, title: str, rows: Rows) -> None:
-    """Raise the same ValueError on every rank: the first row that two replicas do not share."""
+def _raise_difference(group: RankGroup, title: str, rows: Rows, period: int) -> None:
+    """Raise the same ValueError on every rank: the first row that two ranks do not share.
+
+    Rank i is compared with rank i % period, and if `period` is the group's size with rank 0.
+    """
     tables = [json.loads(text) for text in group.gather_text(json.dumps(rows), "start check")]
-    other = next(replica for replica, table in enumerate(tables) if table != tables[0])
-    for left, right in zip_longest(tables[0], tables[other]):
+    first = [0 if period == group.size else i % period for i in range(group.size)]
+    other = next(i for i, table in enumerate(tables) if table != tables[first[i]])
+    for left, right in zip_longest(tables[first[other]], tables[other]):
         if left != right:
             break
     names = [row[0] if row else None for row in (left, right)]
@@ -131,7 +147,7 @@ def _raise_difference(group: ReplicaGroup, title: str, rows: Rows) -> None:
     if title == "values":
         hint = "; give every replica the same seed, or pass start='broadcast'"
     raise ValueError(
-        f"replicas differ in their {title}: {where}: {group.name(0)} has {_say(left)}, "
+        f"replicas differ in their {title}: {where}: {group.name(first[other])} has {_say(left)}, "
         f"{group.name(other)} has {_say(right)}{hint}"
     )
 

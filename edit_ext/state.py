@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from .engine import Engine
+from .sharding import local
 
-FORMAT = 1
+FORMAT = 2
 KEYS = (
-    "method", "config", "outer_lr", "replica", "replicas", "step", "sync_index", "window_steps",
-    "anchored", "armed", "order", "anchors", "layers",
+    "method", "config", "outer_lr", "replica", "replicas", "shard", "shards", "step", "sync_index",
+    "window_steps", "anchored", "armed", "order", "anchors", "layers",
 )  # fmt: skip
 LAYER_KEYS = ("params", "momentum_piece", "detector")
 
@@ -37,8 +38,7 @@ def state_dict(engine: Engine) -> dict[str, Any]:
         "method": "EDiT",
         "config": engine.config.as_dict(),
         "outer_lr": engine.syncs.outer_lr,
-        "replica": engine.group.rank,
-        "replicas": engine.group.size,
+        **_seat(engine),
         "step": clock.step,
         "sync_index": clock.sync_index,
         "window_steps": clock.window_steps,
@@ -76,6 +76,16 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
     engine.warmup_may_be_over()
 
 
+def _seat(engine: Engine) -> dict[str, int]:
+    mesh = engine.mesh
+    return {
+        "replicas": mesh.replica.size,
+        "replica": mesh.replica.rank,
+        "shards": mesh.shard.size,
+        "shard": mesh.shard.rank,
+    }
+
+
 def _refuse_open_sync(engine: Engine, what: str) -> None:
     if engine.syncs.active:
         raise RuntimeError(f"{what} while a sync is in progress; call it after optimizer.step()")
@@ -94,16 +104,12 @@ def _check(engine: Engine, state: dict[str, Any]) -> None:
             f"this is no state of format {FORMAT} from Handle.state_dict(): format is {found!r}"
         )
     _refuse_missing("the state", state, KEYS)
-    here = {
-        "method": "EDiT",
-        "replicas": engine.group.size,
-        "replica": engine.group.rank,
-    }
+    here = {"method": "EDiT", **_seat(engine)}
     for name, value in here.items():
         if state[name] != value:
             raise ValueError(
                 f"the state has {name} {state[name]!r}, this run has {value!r}; a state continues "
-                "on the replica that saved it, with the same number of replicas"
+                "on the rank that saved it, with the same number of replicas and shards"
             )
     for unit in engine.plan.units:
         saved = state["layers"].get(unit.name)
@@ -117,11 +123,9 @@ def _check(engine: Engine, state: dict[str, Any]) -> None:
             )
         _refuse_missing("'anchors' in the state", state["anchors"], unit.params)
         for name, param in unit.params.items():
-            shape = tuple(state["anchors"][name].shape)
-            if shape != tuple(param.shape):
-                raise ValueError(
-                    f"parameter {name!r} has shape {tuple(param.shape)}, in the state {shape}"
-                )
+            shape, own = tuple(state["anchors"][name].shape), tuple(local(param).shape)
+            if shape != own:
+                raise ValueError(f"parameter {name!r} has shape {own}, in the state {shape}")
     extra = set(state["layers"]) - {unit.name for unit in engine.plan.units}
     if extra:
         raise ValueError(f"the state has a layer {min(extra)!r} that this model lacks")

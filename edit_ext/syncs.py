@@ -9,14 +9,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from . import _C
+from . import _C, fsdp
 from .checks import IdentityWatch, persistent_buffers
-from .comm import ReplicaGroup
-from .layer import Plan
+from .layer import Plan, Unit
+from .mesh import ReplicaMesh
 from .metrics import Metrics
 from .pipeline import Pipeline
 from .schedule import Clock
+from .sharding import counts_here, local
 from .start import broadcast_into, values_digest
+from .transport import Carriers
 
 BUFFERS = "(buffers)"
 
@@ -34,22 +36,28 @@ class Syncs:
         model: nn.Module,
         clock: Clock,
         plan: Plan,
-        group: ReplicaGroup,
+        mesh: ReplicaMesh,
         lane: _C.Lane,
-        comm: _C.Comm | None,
+        comms: Carriers,
     ) -> None:
         config = clock.config
         self.plan = plan
-        self.metrics = Metrics(group.size)
+        self.metrics = Metrics()
         self.outer_lr = float(config.outer_lr)
         self.trainable = {name: p for unit in plan.units for name, p in unit.params.items()}
+        self._gathering = fsdp.fsdp_modules(model)
         self.pool = _C.BufferPool(max(config.prefetch, 1))
-        self._model, self._clock, self._group = model, clock, group
-        self._lane, self._comm = lane, comm
-        self.layers = [self._layer(unit.name, list(unit.params.values())) for unit in plan.units]
+        self._model, self._clock, self._mesh = model, clock, mesh
+        self._lane, self._comms = lane, comms
+        for unit in plan.units:
+            # What another rank of this replica counts in its norms comes last.
+            here = {name: counts_here(p, mesh.shard.ranks) for name, p in unit.params.items()}
+            unit.params = dict(sorted(unit.params.items(), key=lambda item: not here[item[0]]))
+            unit.counted = sum(here.values())
+        self.layers = [self._parameter_layer(unit) for unit in plan.units]
         self._buffers = self._averaged_buffers()
         if self._buffers:
-            self.layers.append(self._layer(BUFFERS, self._buffers, anchored=False))
+            self.layers.append(self._buffer_layer())
         self.pipeline = Pipeline(self.layers, config.prefetch, self._layer_done)
         self._identity = IdentityWatch(model)
         self._visited = list(plan.root)
@@ -88,20 +96,35 @@ class Syncs:
         """A step is complete: its forward, if there was one, has shown the order."""
         self.recording = self.recording and not self._forward_seen
 
-    def visit(self, wanted: list[int]) -> None:
-        """A module that needs the layers `wanted` is about to run."""
+    def visit(self, module: nn.Module, wanted: list[int]) -> None:
+        """`module`, which needs the layers `wanted`, is about to run."""
+        gathered = fsdp.gathers(module)
+        wanted = [*wanted, *(self.plan.sharded[m] for m in gathered if m in self.plan.sharded)]
         if self.recording:
-            self._visited += [index for index in wanted if index not in self._visited]
+            self._visited += [i for i in dict.fromkeys(wanted) if i not in self._visited]
         if self.active:
             self.need(wanted)
+            # FSDP2's own streams wait for ours at the root's forward only.
+            for each in gathered:
+                if module is not self._model:
+                    fsdp.gather(each)
+
+    def refresh(self) -> None:
+        """Before parameters are read or written outside a sync, or by a new one: FSDP2 holds no
+        gathered copy, every layer knows where its parameters are, and they are those of attach."""
+        fsdp.reshard(self._gathering)
+        self._identity.check(self._model)
+        for layer, unit in zip(self.anchored_layers(), self.plan.units, strict=True):
+            layer.rebind([local(p) for p in unit.params.values()])
 
     def switch(self) -> None:
         """From warm-up to local steps: the weights, replica 0's if they differ, become anchors."""
-        self._identity.check(self._model)
-        if self._group.size > 1:
+        self.refresh()
+        if self._mesh.all.size > 1:
             mine = values_digest(list(self.trainable.values()))
-            digests = self._group.gather([mine], "the switch to local steps")
-            if len({row[0] for row in digests}) > 1:
+            digests = self._mesh.all.gather([mine], "the switch to local steps")
+            shards = self._mesh.shard.size
+            if any(row != digests[i % shards] for i, row in enumerate(digests)):
                 self._take_over()
         for layer in self.anchored_layers():
             layer.capture()
@@ -109,14 +132,14 @@ class Syncs:
 
     def start(self, *, done: bool) -> None:
         """Open the next sync. `done`: this replica has ended its training."""
-        self._identity.check(self._model)
         self.settle()
+        self.refresh()
         self._renew_buffers()
         if self._clock.sync_index == 0:
             self._agree_on_order()
         sync_index, steps = self._clock.begin_sync()
-        if self._group.heartbeat is not None:
-            self._group.heartbeat.waiting_for(sync_index)
+        if self._mesh.heartbeat is not None:
+            self._mesh.heartbeat.waiting_for(sync_index)
         self.said_done = done
         mean, policy = self._policy(buffers=True), self._policy(buffers=False)
 
@@ -130,7 +153,9 @@ class Syncs:
         """The root's own forward begins inside a sync: buffers and its own parameters are due."""
         self.pipeline.look_ahead()
         self.need(range(len(self.plan.units), len(self.layers)))
-        self.need(range(len(self.layers)) if self.plan.whole else self.plan.root)
+        self.visit(
+            self._model, list(range(len(self.layers))) if self.plan.whole else self.plan.root
+        )
 
     def need(self, wanted: Iterable[int]) -> None:
         """Return when the results of the layers `wanted` are in their parameters."""
@@ -157,21 +182,21 @@ class Syncs:
             stacklevel=2,
         )
         for name, param in self.trainable.items():
-            broadcast_into(self._group, param, f"switch, broadcast of {name!r}")
+            broadcast_into(self._mesh.replica, param, f"switch, broadcast of {name!r}")
 
     def _agree_on_order(self) -> None:
         """Replica 0's order of visits, for all; layers that it did not visit last."""
         rest = [index for index in range(len(self.plan.units)) if index not in self._visited]
         mine = torch.tensor([*self._visited, *rest], dtype=torch.int64)
-        self._group.broadcast(mine, "the order of layers")
+        self._mesh.all.broadcast(mine, "the order of layers")
         self.set_order(mine.tolist())
 
     def _maybe_over(self) -> None:
         if self.pipeline.over():
             self._unsettled.append(None)
             self.settle(wait=False)
-            if self._group.heartbeat is not None:
-                self._group.heartbeat.reached(self._clock.sync_index)
+            if self._mesh.heartbeat is not None:
+                self._mesh.heartbeat.reached(self._clock.sync_index)
 
     def _layer_done(self, index: int) -> None:
         self._unsettled.append((self._clock.step, self.layers[index]))
@@ -200,16 +225,30 @@ class Syncs:
             fields.update(outer="replace", weighting="uniform", z_threshold=None, clip_norm=None)
         return _C.Policy(**fields)
 
-    def _layer(self, name: str, tensors: list[Tensor], anchored: bool = True) -> _C.Layer:
+    def _parameter_layer(self, unit: Unit) -> _C.Layer:
         return _C.Layer(
-            name,
-            tensors,
-            replica=self._comm,
-            mesh=self._comm,
+            unit.name,
+            [local(p) for p in unit.params.values()],
+            replica=self._comms.replica,
+            shard=self._comms.shard,
+            mesh=self._comms.all,
             lane=self._lane,
             pool=self.pool,
             wire=self._clock.config.wire,
-            anchored=anchored,
+            counted=unit.counted,
+        )
+
+    def _buffer_layer(self) -> _C.Layer:
+        """Buffers are not sharded, and every rank has seen other data: one mean over all ranks."""
+        return _C.Layer(
+            BUFFERS,
+            self._buffers,
+            replica=self._comms.all,
+            mesh=self._comms.all,
+            lane=self._lane,
+            pool=self.pool,
+            wire=self._clock.config.wire,
+            anchored=False,
         )
 
     def _averaged_buffers(self) -> list[Tensor]:
@@ -228,4 +267,4 @@ class Syncs:
             )
         if any(new is not old for new, old in zip(now, self._buffers, strict=True)):
             self._buffers = now
-            self.layers[-1] = self._layer(BUFFERS, now, anchored=False)
+            self.layers[-1] = self._buffer_layer()

@@ -4,14 +4,37 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from . import _C
-from .comm import ReplicaGroup
+from .comm import RankGroup
+from .mesh import ReplicaMesh
 
 KINDS = ("auto", "nccl", "c10d")
 log = logging.getLogger("edit_ext")
+
+
+@dataclass
+class Carriers:
+    """The communicators of this rank's groups in the mesh; None is a group of one."""
+
+    replica: _C.Comm | None
+    shard: _C.Comm | None
+    all: _C.Comm | None
+
+    @property
+    def each(self) -> list[_C.Comm]:
+        """Every communicator once."""
+        three = (self.replica, self.shard, self.all)
+        return list({id(comm): comm for comm in three if comm is not None}.values())
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank has sent over them."""
+        return sum(comm.bytes_sent for comm in self.each)
 
 
 def check_kind(kind: str, max_ctas: int = 0) -> None:
@@ -22,9 +45,7 @@ def check_kind(kind: str, max_ctas: int = 0) -> None:
         raise ValueError(f"comm must be one of {', '.join(map(repr, KINDS))}, but is {kind!r}")
 
 
-def choose(
-    group: ReplicaGroup, kind: str, like: torch.Tensor, max_ctas: int = 0
-) -> tuple[bool, str]:
+def choose(group: RankGroup, kind: str, like: torch.Tensor, max_ctas: int = 0) -> tuple[bool, str]:
     """Whether NCCL carries the syncs of parameters where `like` is, and why. Collective.
 
     All ranks come to the same choice. Raises ValueError on every rank when comm="nccl" cannot be,
@@ -32,13 +53,13 @@ def choose(
     """
     obstacle = _obstacle(kind, like)
     if group.size == 1:
-        chosen = False, "one replica: nothing is sent"
+        chosen = False, "one rank: nothing is sent"
     else:
         said = group.gather_text(f"{obstacle}\n{_place(like)}", "the choice of a transport")
         obstacles, places = zip(*(text.split("\n") for text in said), strict=True)
         first = next((o for o in obstacles if o), "")
         if not first and len(set(places)) < len(places):
-            first = "two replicas share a GPU, which NCCL refuses"
+            first = "two ranks share a GPU, which NCCL refuses"
         chosen = not first, first or f"NCCL {_C.nccl_version()} on a side stream"
         obstacle = first
     if kind == "nccl" and obstacle:
@@ -52,11 +73,28 @@ def choose(
     return chosen
 
 
-def comm_for(
-    group: ReplicaGroup, direct: bool, lane: _C.Lane, timeout: float, max_ctas: int = 0
+def carriers_for(
+    mesh: ReplicaMesh,
+    direct: bool,
+    lane: _C.Lane,
+    timeout: float,
+    max_ctas: int,
+    wrap: Callable[[_C.Comm], _C.Comm] | None,
+) -> Carriers:
+    """The communicators of the choice. Collective. wrap: see attach()."""
+    made: dict[int, _C.Comm | None] = {}
+    for group in mesh.groups:
+        made[id(group)] = _comm(group, direct, lane, timeout, max_ctas)
+    replica = made[id(mesh.replica)]
+    if wrap is not None and replica is not None:
+        made[id(mesh.replica)] = wrap(replica)
+    return Carriers(made[id(mesh.replica)], made[id(mesh.shard)], made[id(mesh.all)])
+
+
+def _comm(
+    group: RankGroup, direct: bool, lane: _C.Lane, timeout: float, max_ctas: int
 ) -> _C.Comm | None:
-    """The communicator of the choice; None for one replica. Collective."""
-    if not direct:
+    if not direct or group.size == 1:
         return group.comm()
     mine = _C.nccl_unique_id().hex() if group.rank == 0 else ""
     first = group.gather_text(mine, "the id of an NCCL group")[0]

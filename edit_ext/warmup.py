@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from . import _C
-from .comm import ReplicaGroup
+from .comm import RankGroup
 from .schedule import Clock
+from .sharding import local
 
 BUCKET = 25 * 2**18  # fp32 elements, 25 MiB
 
@@ -31,7 +32,7 @@ class GradientAverager:
     def __init__(
         self,
         params: Sequence[tuple[str, nn.Parameter]],
-        group: ReplicaGroup,
+        group: RankGroup,
         comm: _C.Comm,
         lane: _C.Lane,
         clock: Clock,
@@ -121,13 +122,13 @@ class GradientAverager:
     def _launch(self, empty: bool = False) -> None:
         """Pack the next bucket in fp32 and begin its average."""
         bucket = self._buckets[len(self._works)]
-        size = sum(self._params[i].numel() for i in bucket)
-        flat = torch.zeros(size, device=self._params[bucket[0]].device)
+        own = [local(self._params[i]) for i in bucket]
+        flat = torch.zeros(sum(p.numel() for p in own), device=own[0].device)
         start = 0
-        for i in bucket:
-            grad, size = self._params[i].grad, self._params[i].numel()
+        for i, param in zip(bucket, own, strict=True):
+            grad, size = self._params[i].grad, param.numel()
             if grad is not None and not empty:
-                flat[start : start + size].view_as(grad).copy_(grad)
+                flat[start : start + size].view_as(param).copy_(local(grad))
             start += size
         self._flats.append(flat)
         self._works.append(_C.Mean(flat, self._comm, self._lane))
@@ -165,11 +166,12 @@ class GradientAverager:
         for bucket, flat in zip(self._buckets, self._flats, strict=True):
             start = 0
             for i in bucket:
-                param, size = self._params[i], self._params[i].numel()
+                param, size = self._params[i], local(self._params[i]).numel()
                 if present[i]:
                     if param.grad is None:
                         param.grad = torch.zeros_like(param)
-                    param.grad.copy_(flat[start : start + size].view_as(param))
+                    own = local(param.grad)
+                    own.copy_(flat[start : start + size].view_as(own))
                 start += size
 
 
@@ -195,7 +197,7 @@ def _split(params: Sequence[nn.Parameter]) -> list[list[int]]:
     buckets: list[list[int]] = []
     room = 0
     for index in reversed(range(len(params))):
-        size = params[index].numel()
+        size = local(params[index]).numel()
         if not buckets or size > room:
             buckets.append([])
             room = BUCKET

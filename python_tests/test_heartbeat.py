@@ -18,8 +18,9 @@ TIMEOUT = 0.8
 def pair(store: Any) -> tuple[Heartbeat, Heartbeat, list[str]]:
     """Two ranks on one store; what the first is told."""
     told: list[str] = []
-    first = Heartbeat(store, "p", 0, [4, 7], TIMEOUT, told.append)
-    second = Heartbeat(store, "p", 1, [4, 7], TIMEOUT, lambda reason: None)
+    names = ["replica 0 (rank 4)", "replica 1 (rank 7)"]
+    first = Heartbeat(store, "p", 0, names, TIMEOUT, told.append)
+    second = Heartbeat(store, "p", 1, names, TIMEOUT, lambda reason: None)
     second._beat()
     first.arrive()
     second.arrive()

@@ -69,7 +69,7 @@ def test_state_that_does_not_fit() -> None:
     model, optimizer, sync = attached()
     train_step(model, optimizer, 0, 0)
     state = sync.state_dict()
-    with pytest.raises(ValueError, match="no state of format 1"):
+    with pytest.raises(ValueError, match="no state of format 2"):
         sync.load_state_dict({"step": 3})
     with pytest.raises(ValueError, match="the state has replicas 4, this run has 1"):
         sync.load_state_dict({**state, "replicas": 4})
@@ -103,7 +103,7 @@ def test_explain() -> None:
     assert "in steps 1 to 12: 3, each in the forward that follows step 4, 8, 12" in text
     for name in ("(root)", "stem", "blocks.0", "blocks.1", "blocks.2", "spare", "head"):
         assert f"  {name} " in text
-    assert "with one replica nothing is exchanged" in text and "memory: anchors" in text
+    assert "with one replica no layer is exchanged" in text and "memory: anchors" in text
     assert "because granularity is 'model'" in explain_of(granularity="model")
     assert "none ahead (blocking)" in explain_of(prefetch=0)
     assert "gradients are averaged until step 7" in explain_of(warmup_steps=7)
@@ -137,7 +137,7 @@ def stats(norms: list[float], flags: list[bool], index: int = 1) -> dict[str, An
 
 def test_warning_when_all_are_flagged() -> None:
     """Once per layer and run of such syncs."""
-    metrics = Metrics(2)
+    metrics = Metrics()
     with pytest.warns(UserWarning, match="layer 'head': every replica was flagged"):
         metrics.add(1, "head", stats([9.0, 9.5], [True, True]))
     with warnings.catch_warnings():
@@ -150,7 +150,7 @@ def test_warning_when_all_are_flagged() -> None:
 
 def test_warning_when_replicas_do_the_same() -> None:
     """Bit-equal norms in three syncs in a row mean equal data; one warning, then silence."""
-    metrics = Metrics(2)
+    metrics = Metrics()
     with pytest.warns(UserWarning, match="Do they train on the same data") as caught:
         for index in range(6):
             metrics.add(index, "a", stats([1.5, 1.5], [False, False], index))
@@ -166,7 +166,7 @@ def test_warning_when_replicas_do_the_same() -> None:
 
 def test_warning_when_an_idle_replica_changed() -> None:
     """Weights that changed without a step have no part in the average: said once."""
-    metrics = Metrics(2)
+    metrics = Metrics()
     with pytest.warns(UserWarning, match="replica 1 changed its weights without") as caught:
         for layer in ("a", "b"):
             metrics.add(1, layer, {**stats([1.0, 2.0], [False, False]), "idle": [False, True]})
@@ -175,7 +175,7 @@ def test_warning_when_an_idle_replica_changed() -> None:
 
 def test_records() -> None:
     """metrics() drains; totals add up; what is never drained is dropped and counted."""
-    metrics = Metrics(2)
+    metrics = Metrics()
     for index in range(KEEP + 5):
         metrics.add(index, "a", stats([1.0, 2.0], [False, False], index))
     assert metrics.totals.records_dropped == 5

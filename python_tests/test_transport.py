@@ -21,7 +21,7 @@ def attached(comm: str) -> str:
 
 def test_one_replica_sends_nothing() -> None:
     """Without peers there is no transport, and explain() says so."""
-    assert "transport: one replica: nothing is sent" in attached("auto")
+    assert "transport: one rank: nothing is sent" in attached("auto")
 
 
 def test_unknown_transport_is_named() -> None:
@@ -62,7 +62,7 @@ class Group:
 def test_replicas_on_one_gpu_do_not_take_nccl() -> None:
     """NCCL refuses two ranks on one device; "auto" then stages through the host."""
     direct, why = choose(Group("\na 1", "\na 1"), "auto", torch.zeros(1))  # type: ignore[arg-type]
-    assert not direct and "two replicas share a GPU" in why
+    assert not direct and "two ranks share a GPU" in why
 
 
 def test_one_rank_without_nccl_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

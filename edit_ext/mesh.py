@@ -1,0 +1,100 @@
+"""The mesh of replicas and shards: which of our groups of ranks this rank belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .comm import RankGroup
+from .heartbeat import Heartbeat
+from .seats import Grid, find_grid
+
+
+class ReplicaMesh:
+    """R replicas of S ranks each, and this rank's groups in it.
+
+    replica: the ranks that hold the same shard in all replicas, what outer syncs cross; shard: the
+    ranks of this replica; all: everybody, replica after replica, to agree on things. Where two of
+    them have the same members they are one object.
+
+    group: the replica group, None for all ranks; shard_ranks: global ranks of this replica, None
+    for this rank alone; problem: why they are not known, for the peers to hear.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        shard_ranks: list[int] | None,
+        problem: str | None,
+        timeout: float,
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self.heartbeat: Heartbeat | None = None
+        alone = not (dist.is_available() and dist.is_initialized())
+        if alone and group is not None:
+            raise ValueError("group= was given, but torch.distributed is not initialised")
+        rank = 0 if alone else dist.get_rank()
+        replica_ranks = [0] if alone else _members(group)
+        shard_ranks = shard_ranks or [rank]
+        grid = Grid([[rank]], 0, 0, "")
+        if len(replica_ranks) > 1 or len(shard_ranks) > 1:
+            store = distributed_c10d._get_default_store()
+            grid = find_grid(store, rank, replica_ranks, shard_ranks, problem, timeout)
+            everybody = [other for row in grid.ranks for other in row]
+            place = everybody.index(rank)
+            self.heartbeat = Heartbeat(store, grid.prefix, place, grid.names, timeout, on_failure)
+            self.heartbeat.arrive()
+
+        def group_of(seats: list[tuple[int, int]]) -> RankGroup:
+            ranks = [grid.ranks[r][s] for r, s in seats]
+            names = [grid.name(r, s) for r, s in seats]
+            own = seats.index((grid.replica, grid.shard))
+            return RankGroup(ranks, own, names, self.heartbeat, timeout)
+
+        replicas, shards = range(len(grid.ranks)), range(len(grid.ranks[0]))
+        self.replica = group_of([(r, grid.shard) for r in replicas])
+        self.shard = group_of([(grid.replica, s) for s in shards])
+        self.all = self.replica if len(shards) == 1 else self.shard
+        if len(shards) > 1 and len(replicas) > 1:
+            self.all = group_of([(r, s) for r in replicas for s in shards])
+        if self.heartbeat is not None:
+            self.heartbeat.start()
+
+    @property
+    def groups(self) -> list[RankGroup]:
+        """Each group once."""
+        return list({id(g): g for g in (self.replica, self.shard, self.all)}.values())
+
+    @property
+    def bytes_sent(self) -> int:
+        """What the collectives of the groups have sent from this rank."""
+        return sum(group.bytes_sent for group in self.groups)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a collective has not been completed."""
+        return any(group.broken for group in self.groups)
+
+    def why(self) -> str | None:
+        """What the peers say about a failure that this rank has seen, if they say anything."""
+        return self.heartbeat.look() if self.heartbeat is not None else None
+
+    def close(self, *, clean: bool = True) -> None:
+        """Leave the groups; see `RankGroup.close`."""
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
+        clean = clean and not self.broken
+        for group in self.groups:
+            group.close(clean=clean)
+
+
+def _members(group: dist.ProcessGroup | None) -> list[int]:
+    if group is None:
+        return list(range(dist.get_world_size()))
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"group= must be a process group that contains rank {dist.get_rank()}; it is {group!r}"
+        )
+    return dist.get_process_group_ranks(group)
