@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from . import machine, peers, peers_compiled, providers, yardstick
+from .command_line import kernels_parser
 from .problem import DTYPES, Problem, WrongResult, check, make_problem
 from .providers import Link, Peers, Provider
 from .table import Row, text_table, write_json
@@ -197,62 +198,10 @@ def _say(sentence: str) -> None:
     print(sentence, file=sys.stderr, flush=True)
 
 
-def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(
-                    f"{name!r} is unknown; expected some of {', '.join(known)}"
-                )
-        return names
-
-    return parse
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
-
-
-def _counts(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
-
-
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="edit-ext bench kernels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    return kernels_parser(
+        __doc__ or "", list(PROVIDERS), list(PROVIDERS["sync_rank"]), list(DTYPES)
     )
-    known = list(PROVIDERS["sync_rank"])
-    p.add_argument("--n", type=_positive, default=2**25, help="parameters (default: %(default)s)")
-    p.add_argument(
-        "--dtype",
-        choices=list(DTYPES),
-        default="fp32",
-        help="of the parameters (default: %(default)s)",
-    )
-    p.add_argument(
-        "--replicas",
-        type=_counts,
-        metavar="R,...",
-        help="replicas (default: 4 for sync_rank; 2,4,8 for sync_stacked)",
-    )
-    p.add_argument("--ops", type=_names(list(PROVIDERS)), default=list(PROVIDERS), metavar="OP,...")
-    p.add_argument("--providers", type=_names(known), default=known, metavar="PROVIDER,...")
-    p.add_argument(
-        "--repeats", type=_positive, default=15, help="timed rounds (default: %(default)s)"
-    )
-    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    p.add_argument("--threads", type=_positive, help="CPU threads (default: what torch uses)")
-    p.add_argument(
-        "--json",
-        metavar="FILE",
-        help="also write rows, yardsticks and machine here (-: standard output)",
-    )
-    return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
