@@ -57,7 +57,10 @@ def kernels_parser(
     )
     p.add_argument("--ops", type=names(ops), default=list(ops), metavar="OP,...")
     p.add_argument(
-        "--providers", type=names(providers), default=list(providers), metavar="PROVIDER,..."
+        "--providers",
+        type=names(providers),
+        metavar="PROVIDER,...",
+        help="default: all that can be timed here",
     )
     p.add_argument(
         "--repeats", type=positive, default=15, help="timed rounds (default: %(default)s)"

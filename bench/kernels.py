@@ -7,6 +7,7 @@ providers
   edit_ext      this library
   eager, foreach, compile
                 torch, written the straightforward way: all-reduce form, full-size outer SGD step
+  cupy          the same in CuPy's kernels, on a GPU where CuPy is installed; else left out
 columns
   n             parameters, spread over the tensors of one Llama block that size
   seconds       median of the rounds; p10, p90: percentiles; a call starts with cold caches if the
@@ -14,6 +15,7 @@ columns
   bytes         what a call of that provider reads and writes, counted by pass: for edit_ext the
                 ledger of edit_ext.reference, 24 + 24/R a parameter for sync_rank and 12R + 20 for
                 sync_stacked (fp32); for the peers see edit_ext.bench.peers
+                and peers_cupy
   gbps          bytes / seconds, in 1e9 bytes a second
   of_yardstick  gbps / the best of five streaming kernels timed in the same rounds; 1 means that
                 memory is the limit; over 1 means that some passes hit a cache
@@ -34,7 +36,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from . import machine, peers, peers_compiled, providers, yardstick
+from . import machine, peers, peers_compiled, peers_cupy, providers, yardstick
 from .command_line import kernels_parser
 from .problem import DTYPES, Problem, WrongResult, check, make_problem
 from .providers import Link, Peers, Provider
@@ -48,14 +50,17 @@ PROVIDERS: dict[str, dict[str, Make]] = {
         "eager": peers.EagerRank,
         "foreach": peers.ForeachRank,
         "compile": peers_compiled.CompileRank,
+        "cupy": peers_cupy.CupyRank,
     },
     "sync_stacked": {
         "edit_ext": providers.EditExtStacked,
         "eager": peers.EagerStacked,
         "foreach": peers.ForeachStacked,
         "compile": peers_compiled.CompileStacked,
+        "cupy": peers_cupy.CupyStacked,
     },
 }
+NAMES = list(PROVIDERS["sync_rank"])
 REPLICAS = {"sync_rank": (4,), "sync_stacked": (2, 4, 8)}
 COLUMNS = (
     "op",
@@ -154,13 +159,29 @@ def verify(who: str, provider: Provider, problem: Problem) -> None:
                 raise WrongResult(f"{who}: replica {r}, tensor {i} is not the new anchor, rounded")
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """All rows asked for, the yardsticks and the machine."""
+def chosen(asked: list[str] | None, device: str, dtype: str) -> tuple[list[str], str]:
+    """The providers to time, and a sentence about one that is left out, or "".
+
+    Raises ValueError for one that was asked for by name and cannot be timed here.
+    """
+    names = asked or NAMES
+    why = peers_cupy.obstacle(device, dtype) if "cupy" in names else ""
+    if why and asked:
+        raise ValueError(f"--providers: cupy cannot be timed here: {why}")
+    return [name for name in names if not (why and name == "cupy")], why and f"cupy left out: {why}"
+
+
+def run(args: argparse.Namespace, left_out: str = "") -> dict[str, Any]:
+    """All rows asked for, the yardsticks and the machine; `left_out` is said above the table."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     info = machine.machine(args.device)
     out = table_stream(args)
+    if "cupy" in args.providers:
+        info["cupy"] = peers_cupy.version()
     print(machine.header(info), file=out)
+    if left_out:
+        print(left_out, file=out)
     cache = info["last_level_cache"] if args.device == "cpu" else None
     if cache is not None and 4 * args.n < 4 * cache:
         print(
@@ -199,9 +220,7 @@ def _say(sentence: str) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    return kernels_parser(
-        __doc__ or "", list(PROVIDERS), list(PROVIDERS["sync_rank"]), list(DTYPES)
-    )
+    return kernels_parser(__doc__ or "", list(PROVIDERS), NAMES, list(DTYPES))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -212,7 +231,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser().error("--device cuda: torch sees no GPU here")
     try:
-        result = run(args)
+        args.providers, left_out = chosen(args.providers, args.device, args.dtype)
+    except ValueError as error:
+        parser().error(str(error))
+    try:
+        result = run(args, left_out)
     except WrongResult as error:
         _say(f"edit-ext bench kernels: {error}")
         return 1
