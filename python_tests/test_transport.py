@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from nets import plain, sgd
@@ -63,6 +65,20 @@ def test_replicas_on_one_gpu_do_not_take_nccl() -> None:
     """NCCL refuses two ranks on one device; "auto" then stages through the host."""
     direct, why = choose(Group("\na 1", "\na 1"), "auto", torch.zeros(1))  # type: ignore[arg-type]
     assert not direct and "two ranks share a GPU" in why
+
+
+def test_one_replica_does_not_load_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU too, a replica alone does not look for the library; asked for, it must be there."""
+
+    def absent() -> str:
+        raise RuntimeError("no NCCL library")
+
+    monkeypatch.setattr(_C, "nccl_version", absent)
+    group, on_gpu = Group(), SimpleNamespace(device=torch.device("cuda:0"))
+    group.size = 1
+    assert choose(group, "auto", on_gpu) == (False, "one replica: nothing is sent")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot be used: no NCCL library"):
+        choose(group, "nccl", on_gpu)  # type: ignore[arg-type]
 
 
 def test_one_rank_without_nccl_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
