@@ -3,9 +3,10 @@
     python bench/gpu_check.py --out DIR [--dry-run]
 
 Builds for the GPU's own architecture, runs `pytest -m gpu`, compute-sanitizer on a small run, the
-kernel benchmark and a short training run, prints a table, and writes DIR/gpu_check.json after every
-step, so that a run that is stopped half-way leaves what it has. --dry-run does on a machine without
-a GPU everything but the device parts: the emulated build stands in for the GPU.
+benchmarks of kernels and of overlap, NCCL as far as one GPU can show it and a short training run,
+prints a table, and writes DIR/gpu_check.json after every step, so that a run that is stopped
+half-way leaves what it has. --dry-run does on a machine without a GPU everything but the device
+parts: the emulated build stands in for the GPU.
 
 Needs what `make build` has installed; nothing is downloaded.
 """
@@ -25,6 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGET = 420.0  # seconds for everything; later steps get what earlier ones leave
+MEASURED = ("kernels", "overlap")  # steps that write a JSON, which the report takes in
 TAIL = 2000  # characters of output kept per step
 
 
@@ -78,11 +80,14 @@ def steps(out: Path, dry: bool, capability: str | None) -> list[Step]:
     package = ROOT / "build" / ("gpu-check-dry" if dry else "gpu-check")
     build = [python, "setup.py", "--quiet", "build_ext", "--build-lib", str(package)]
     use = {"PYTHONPATH": str(package)}
-    tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
-    tests += [str(ROOT / "python_tests" / "test_gpu.py")]
+    pytest = [python, "-m", "pytest", "-q", "-rsx", "-p", "no:cacheprovider", "-m", "gpu"]
+    tests = [*pytest, str(ROOT / "python_tests" / "test_gpu.py")]
+    nccl = [*pytest, str(ROOT / "python_tests" / "test_gpu_nccl.py")]
     cli = [python, "-m", "edit_ext.cli"]
     kernels = [*cli, "bench", "kernels", "--json", str(out / "kernels.json")]
     kernels += ["--n", "100000"] if dry else ["--n", "100000000", "--device", "cuda"]
+    overlap = [python, "-m", "edit_ext.bench.overlap", "--json", str(out / "overlap.json")]
+    overlap += [] if dry else ["--device", "cuda"]
     sanitizer = shutil.which("compute-sanitizer") or "compute-sanitizer"
     small = [*tests, "-k", "same_bits or whole_sync"]
     train = [*cli, "train", "--replicas", "2", "--steps", "40", "--sync-every", "8", "--overwrite"]
@@ -95,6 +100,8 @@ def steps(out: Path, dry: bool, capability: str | None) -> list[Step]:
         Step("memcheck", [sanitizer, "--tool", "memcheck", *small], 120, True, use),
         Step("racecheck", [sanitizer, "--tool", "racecheck", *small], 120, True, use),
         Step("kernels", kernels, 120, False, use),
+        Step("overlap", overlap, 60, False, use),
+        Step("nccl", nccl, 120, False, use),
         Step("train", train, 120, False, use),
     ]
 
@@ -147,6 +154,8 @@ def main() -> int:
     args = parser.parse_args()
     out = args.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
+    for name in MEASURED:  # figures of an earlier run would pass for this one's
+        (out / f"{name}.json").unlink(missing_ok=True)
     (ROOT / "build").mkdir(exist_ok=True)
     info = machine(args.dry_run)
     if not args.dry_run and info["gpu"] is None:
@@ -162,9 +171,10 @@ def main() -> int:
         if last.result in ("failed", "timeout"):
             print(last.tail)
         report: dict[str, Any] = {**info, "steps": [asdict(each) for each in outcomes]}
-        kernels = out / "kernels.json"
-        if kernels.is_file():
-            report["kernels"] = json.loads(kernels.read_text())
+        for name in MEASURED:
+            measured = out / f"{name}.json"
+            if measured.is_file():
+                report[name] = json.loads(measured.read_text())
         (out / "gpu_check.json").write_text(json.dumps(report, indent=1) + "\n")
     return int(any(each.result in ("failed", "timeout") for each in outcomes))
 

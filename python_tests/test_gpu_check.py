@@ -16,13 +16,14 @@ SCRIPT = str(ROOT / "bench" / "gpu_check.py")
 
 @pytest.mark.timeout(900)
 def test_dry_run_does_everything_but_the_device(tmp_path: Path) -> None:
-    """Build, GPU tests, benchmark and training run under the emulator; JSON after every step."""
+    """Build, GPU tests, benchmarks and training run under the emulator; JSON after every step."""
     command = [sys.executable, SCRIPT, "--dry-run", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=840)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     report = json.loads((tmp_path / "gpu_check.json").read_text())
     results = {step["name"]: step["result"] for step in report["steps"]}
     assert report["dry_run"] is True and report["kernels"]["rows"]
+    assert report["overlap"]["gemm_seconds"] and report["overlap"]["host_syncs"] is None
     left_out = {name for name, result in results.items() if result == "left out"}
     assert left_out == {"memcheck", "racecheck"}
     assert {results[name] for name in results.keys() - left_out} == {"ok"}
