@@ -85,9 +85,11 @@ def steps(out: Path, dry: bool, capability: str | None) -> list[Step]:
     nccl = [*pytest, str(ROOT / "python_tests" / "test_gpu_nccl.py")]
     cli = [python, "-m", "edit_ext.cli"]
     kernels = [*cli, "bench", "kernels", "--json", str(out / "kernels.json")]
-    kernels += ["--n", "100000"] if dry else ["--n", "100000000", "--device", "cuda"]
+    # One size of each op in a dry run: torch.compile calls a C++ compiler for each.
+    small_run = ["--n", "100000", "--replicas", "4", "--repeats", "3"]
+    kernels += small_run if dry else ["--n", "100000000", "--device", "cuda"]
     overlap = [python, "-m", "edit_ext.bench.overlap", "--json", str(out / "overlap.json")]
-    overlap += [] if dry else ["--device", "cuda"]
+    overlap += ["--repeats", "3"] if dry else ["--device", "cuda"]
     sanitizer = shutil.which("compute-sanitizer") or "compute-sanitizer"
     small = [*tests, "-k", "same_bits or whole_sync"]
     train = [*cli, "train", "--replicas", "2", "--steps", "40", "--sync-every", "8", "--overwrite"]
