@@ -51,7 +51,7 @@ def choose(group: RankGroup, kind: str, like: torch.Tensor, max_ctas: int = 0) -
     All ranks come to the same choice. Raises ValueError on every rank when comm="nccl" cannot be,
     or when max_ctas would have no effect.
     """
-    # A replica alone does not load the library to say that it needs none.
+    # A rank alone does not load the library to say that it needs none.
     obstacle = _obstacle(kind, like) if group.size > 1 or kind == "nccl" else ""
     if group.size == 1:
         chosen = False, "one rank: nothing is sent"

@@ -6,6 +6,7 @@ part of edit_ext/fsdp.py that handles it taken out, which must show.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,7 @@ def prefetching(model: nn.Module, mesh: Any) -> None:
     shards.shard(model, mesh)
     chain = [model.stem, *model.blocks, model.head]
     model.set_modules_to_forward_prefetch([model.stem, model.blocks[0]])
-    for module, after in zip(chain, chain[1:], strict=False):
+    for module, after in itertools.pairwise(chain):
         module.set_modules_to_forward_prefetch([after])
 
 

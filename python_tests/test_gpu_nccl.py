@@ -103,7 +103,7 @@ def test_one_replica_leaves_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(3, 2).to(HOME)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with edit_ext.attach(model, optimizer, edit_ext.EDiT(sync_every=1)) as sync:
-        assert "transport: one replica: nothing is sent" in sync.explain()
+        assert "transport: one rank: nothing is sent" in sync.explain()
         for _ in range(2):
             model(torch.ones(1, 3, device=HOME)).sum().backward()
             optimizer.step()

@@ -76,7 +76,7 @@ def test_one_replica_does_not_load_nccl(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(_C, "nccl_version", absent)
     group, on_gpu = Group(), SimpleNamespace(device=torch.device("cuda:0"))
     group.size = 1
-    assert choose(group, "auto", on_gpu) == (False, "one replica: nothing is sent")  # type: ignore[arg-type]
+    assert choose(group, "auto", on_gpu) == (False, "one rank: nothing is sent")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot be used: no NCCL library"):
         choose(group, "nccl", on_gpu)  # type: ignore[arg-type]
 
