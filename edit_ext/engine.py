@@ -24,6 +24,8 @@ from .ticker import Ticker
 from .transport import Carriers
 from .warmup import GradientAverager
 
+LEAVE_SECONDS = 1.0  # of a closed handle, for what still travels to or from its peers
+
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -34,7 +36,7 @@ def live_engines() -> list[Engine]:
 
 @atexit.register
 def _close_all() -> None:
-    """At interpreter exit nobody is waited for, whatever is open."""
+    """At interpreter exit nobody is waited for longer than LEAVE_SECONDS, whatever is open."""
     for engine in live_engines():
         engine.close()
 
@@ -245,7 +247,7 @@ class Engine:
             raise told from error
 
     def close(self) -> None:
-        """Leave the groups without waiting for anybody; an open exchange is broken off."""
+        """Leave the groups; an open exchange is broken off, what has ended gets LEAVE_SECONDS."""
         if self.closed:
             return
         self.closed = True
@@ -254,10 +256,13 @@ class Engine:
         if self._foreign():
             return
         clean = self.error is None and not self.syncs.pipeline.in_flight
-        for comm in [] if clean else self.comms.each:
-            comm.abort(self.error or "the handle was closed")
-            keep_for_ever(comm)
-        clean = self.lane.close(1.0 if clean else 0.0) and clean
+        for comm in self.comms.each:
+            if clean:  # before the stream is asked, which then has nothing left
+                comm.close(LEAVE_SECONDS)
+            else:
+                comm.abort(self.error or "the handle was closed")
+                keep_for_ever(comm)
+        clean = self.lane.close(LEAVE_SECONDS if clean else 0.0) and clean
         self.mesh.close(clean=clean)
 
     def __del__(self) -> None:

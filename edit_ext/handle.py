@@ -85,9 +85,10 @@ class Handle:
         self._engine.flush()
 
     def detach(self) -> None:
-        """Remove all hooks and leave the groups, without waiting for anybody; may be called twice.
+        """Remove all hooks and leave the groups; may be called twice.
 
-        The model keeps its present weights. An exchange in flight is broken off.
+        The model keeps its present weights. An exchange in flight is broken off; over NCCL, peers
+        get a second to read what has been sent before.
         """
         for remover in self._removers:
             remover.remove()

@@ -26,6 +26,7 @@ class DelayedComm final : public Comm {
   }
   void gather_scalars(void* buffer, int64_t each) override { inner_->gather_scalars(buffer, each); }
   void abort(const std::string& reason) override { inner_->abort(reason); }
+  bool close(double seconds) override { return inner_->close(seconds); }
   void poll() const override { inner_->poll(); }
   int64_t bytes_sent() const override { return inner_->bytes_sent(); }
 

@@ -63,9 +63,9 @@ class NcclComm final : public Comm {
   // As a ring or pairwise exchange counts: each block once per peer that gets it.
   int64_t bytes_sent() const override { return sent_; }
 
-  // The orderly end, called by all members: waits up to `seconds` for everything enqueued, here and
-  // at the peers, then frees the communicator. False if it had to abort instead. Never throws.
-  bool close(double seconds);
+  // Waits for everything enqueued, here and at the peers, then frees the communicator; aborts it if
+  // that is not to be. Never throws.
+  bool close(double seconds) override;
   State state() const;
 
   // Aborts all in one NCCL group: one after the other can deadlock, each waiting for a kernel that

@@ -30,6 +30,9 @@ class Comm {
 
   // Ends the group: calls in progress and all later ones throw.
   virtual void abort(const std::string& reason) = 0;
+  // The orderly end, called by all members when nothing is in progress: waits up to `seconds` for
+  // what still travels. False if the group had to be broken off instead.
+  virtual bool close([[maybe_unused]] double seconds) { return true; }
   // Throws what went wrong so far, if anything did.
   virtual void poll() const = 0;
   // Bytes this rank has sent, payload and scalars.

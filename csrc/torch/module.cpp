@@ -92,7 +92,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("rank", &Comm::rank)
       .def_property_readonly("size", &Comm::size)
       .def_property_readonly("bytes_sent", &Comm::bytes_sent)
-      .def("abort", &Comm::abort, py::arg("reason"))
+      .def("abort", &Comm::abort, py::arg("reason"), unlocked())
+      .def("close", &Comm::close, py::arg("seconds"), unlocked())
       .def("poll", &Comm::poll);
   py::class_<C10dComm, Comm, shared_ptr<C10dComm>>(m, "C10dComm")
       .def(py::init<std::string, std::string>(), py::arg("payload_group"), py::arg("scalar_group"));
