@@ -39,7 +39,7 @@ std::shared_ptr<Comm> CudaLane::staged(const std::shared_ptr<Comm>& comm) {
 }
 
 Lane::Ticket CudaLane::submit(const SharedComms& comms, Task task) {
-  if (!failure_.empty()) throw std::runtime_error(failure_);
+  if (direct_) worker_.wait(0, 0.0);
   const c10::DeviceGuard guard(device_);
   auto span = std::make_shared<Span>();
   span->ready.record(current_stream(device_));
@@ -64,8 +64,7 @@ Lane::Ticket CudaLane::submit(const SharedComms& comms, Task task) {
 }
 
 bool CudaLane::wait(Ticket ticket, double seconds) {
-  if (!failure_.empty()) throw std::runtime_error(failure_);
-  return direct_ || worker_.wait(ticket, seconds);
+  return worker_.wait(direct_ ? 0 : ticket, seconds);
 }
 
 void CudaLane::join(Ticket ticket) { spans_.at(ticket)->done.before(current_stream(device_)); }
@@ -74,11 +73,6 @@ double CudaLane::seconds(Ticket ticket) {
   const auto span = spans_.at(ticket);
   spans_.erase(ticket);
   return span->done.since(span->begun);
-}
-
-void CudaLane::fail(const std::string& reason) {
-  if (direct_ && failure_.empty()) failure_ = reason;
-  worker_.fail(reason);
 }
 
 bool CudaLane::close(double seconds) {

@@ -42,6 +42,9 @@ class Lane {
   virtual void forget(Ticket ticket) = 0;
   virtual void fail(const std::string& reason) = 0;
   virtual bool close(double seconds) = 0;
+  // Whether tasks run inside submit() and leave their work on a stream: what breaks it later, no
+  // call of the task is there to report.
+  virtual bool direct() const { return false; }
 };
 
 class CpuLane final : public Lane {
@@ -70,11 +73,11 @@ class CudaLane final : public Lane {
   void join(Ticket ticket) override;
   double seconds(Ticket ticket) override;
   void forget(Ticket ticket) override { spans_.erase(ticket); }
-  void fail(const std::string& reason) override;
+  void fail(const std::string& reason) override { worker_.fail(reason); }
   bool close(double seconds) override;
   cudaStream_t stream() const { return stream_; }
   at::Device device() const { return device_; }
-  bool direct() const { return direct_; }
+  bool direct() const override { return direct_; }
 
  private:
   struct Span {
@@ -85,9 +88,8 @@ class CudaLane final : public Lane {
   const at::Device device_;
   const bool direct_;
   cudaStream_t stream_ = nullptr;
-  cpu::Worker worker_;
+  cpu::Worker worker_;  // of a direct lane only the keeper of fail(), which any thread may call
   Ticket direct_tickets_ = 0;
-  std::string failure_;  // of a direct lane
   std::map<Ticket, std::shared_ptr<Span>> spans_;
   std::map<Comm*, std::shared_ptr<Comm>> staged_;
 };

@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
+#include <pybind11/pybind11.h>
 
 #include "../core/sync.h"
 #include "check.h"
@@ -137,6 +138,8 @@ void Layer::begin(const Policy& policy, const SyncTag& tag) {
         const int64_t before = f->sent();
         try {
           sync_exchange(passes, comms, f->view, f->policy, f->tag);
+        } catch (const pybind11::error_already_set&) {
+          throw;  // Ctrl-C, seen by a call on the training thread
         } catch (const std::exception& e) {
           throw std::runtime_error(at + e.what());
         }
@@ -149,12 +152,21 @@ void Layer::begin(const Policy& policy, const SyncTag& tag) {
 bool Layer::wait_for(double seconds) {
   if (!flight_) throw std::runtime_error("layer " + name_ + ": no sync is in flight");
   const Timer timer(at::kCPU);
-  // A direct lane hears of a broken group here; a worker by the call that fails.
-  if (on_cuda(device_) && comms_.replica) comms_.replica->poll();
+  look(flight_->tag);
   const Range range(name_, "wait");
   const bool done = lane_->wait(flight_->ticket, seconds);
   if (seconds > 0) flight_->wait_seconds += timer.seconds_so_far();
   return done;
+}
+
+// Throws what has broken the group of a direct lane; a worker hears of it by the call that fails.
+void Layer::look(const SyncTag& tag) const {
+  if (!lane_->direct() || !comms_.replica) return;
+  try {
+    comms_.replica->poll();
+  } catch (const std::exception& e) {
+    throw std::runtime_error(where(tag) + e.what());
+  }
 }
 
 void Layer::finish() {
@@ -183,9 +195,10 @@ void Layer::finish() {
 const LayerStats& Layer::stats() {
   if (last_) {
     const c10::DeviceGuard guard(device_);
+    const double write_back = last_->write_back_timer->seconds();  // waits for the device
+    look(last_->tag);  // an exchange that an abort has ended counts as done there
     const std::shared_ptr<Flight> f = std::move(last_);
     last_ = nullptr;
-    const double write_back = f->write_back_timer->seconds();  // waits for the device
     const double on_stream = lane_->seconds(f->ticket);
     const auto* records = f->scalars.read<NormRecord>(f->scalars.records);
     const auto* replicas = f->scalars.read<PerReplica>(f->scalars.per_replica);

@@ -78,6 +78,7 @@ class Layer {
   int64_t size_ = 0, piece_ = 0;
   at::Tensor anchor_, momentum_, detector_;
   void judge(const Flight& f);
+  void look(const SyncTag& tag) const;
 
   std::shared_ptr<Flight> flight_, last_;  // in flight; finished, with statistics not yet read
   std::optional<LayerStats> stats_;
