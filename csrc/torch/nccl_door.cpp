@@ -9,6 +9,13 @@
 namespace edit_ext {
 namespace {
 
+#if defined(EDIT_EXT_EMULATED)
+// One that a test has loaded: a real NCCL would take the emulator's addresses for a GPU's.
+constexpr const char* kLibrary = "libnccl_emulated.so";
+#else
+constexpr const char* kLibrary = "";  // torch's, or the machine's
+#endif
+
 [[maybe_unused]] void look_at_signals() {
   const pybind11::gil_scoped_acquire locked;
   if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
@@ -16,10 +23,10 @@ namespace {
 
 }  // namespace
 
-std::string nccl_version() { return NcclLibrary::load()->version_text(); }
+std::string nccl_version() { return NcclLibrary::load(kLibrary)->version_text(); }
 
 std::string nccl_unique_id() {
-  const nccl::UniqueId id = NcclLibrary::load()->unique_id();
+  const nccl::UniqueId id = NcclLibrary::load(kLibrary)->unique_id();
   return {id.bytes, sizeof(id.bytes)};
 }
 
@@ -36,9 +43,11 @@ std::shared_ptr<Comm> make_nccl_comm(const std::string& id, int rank, int size,
     NcclOptions options;
     options.group = "replica group";
     options.max_ctas = max_ctas;
-    options.init_timeout = options.call_timeout = timeout;
+    options.init_timeout = timeout;
+    // A slow peer is waited for, as in C10dComm: the heartbeat tells it from a dead one and aborts.
+    options.call_timeout = 1e6;
     options.poll_signals = look_at_signals;
-    return std::make_shared<NcclComm>(NcclLibrary::load(), unique, rank, size, options,
+    return std::make_shared<NcclComm>(NcclLibrary::load(kLibrary), unique, rank, size, options,
                                       cuda->stream());
   }
 #endif

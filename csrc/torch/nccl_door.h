@@ -15,8 +15,8 @@ std::string nccl_version();
 // 128 bytes, made by one rank and handed to the others.
 std::string nccl_unique_id();
 // Collective over the `size` ranks that pass this id. lane: direct, see CudaLane. timeout: seconds
-// for all to come, and for a call to be taken. max_ctas: SMs that an exchange may take, 0: the
-// library's choice. Called without the interpreter lock; Ctrl-C ends the wait.
+// for all to come; calls wait until an abort or Ctrl-C ends them. max_ctas: SMs that an exchange
+// may take, 0: the library's choice. Called without the interpreter lock.
 std::shared_ptr<Comm> make_nccl_comm(const std::string& id, int rank, int size,
                                      const std::shared_ptr<Lane>& lane, double timeout,
                                      int max_ctas);
