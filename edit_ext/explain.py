@@ -71,7 +71,7 @@ def _bytes(engine: Engine, due: int, last: int) -> list[str]:
     own = sum(p.numel() for layer in engine.syncs.anchored_layers() for p in layer.params)
     gradients = own * 4 * share
     return [
-        f"ranks of the outer sync: {group.ranks}, wire {config.wire}; "
+        f"wire {config.wire} between ranks {group.ranks}; "
         f"a peer silent for {config.timeout:g} s is given up",
         f"each rank sends {_size(payload)} of payload per sync, {_size(payload * due)} in the "
         f"{due} syncs above"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ def _obstacle(kind: str, like: torch.Tensor) -> str:
     """Why this rank cannot use NCCL, in one line; empty if it can."""
     if kind == "c10d":
         return "comm='c10d' was asked for"
-    if like.device.type != "cuda":
+    if not _C.on_cuda(like):
         return f"the parameters are on {like.device}"
     try:
         _C.nccl_version()
@@ -116,7 +117,7 @@ def _obstacle(kind: str, like: torch.Tensor) -> str:
 
 
 def _place(like: torch.Tensor) -> str:
-    """A name of the device that no other device has."""
+    """A name of the device that no other device has; the CPU's memory is one for each process."""
     if like.device.type != "cuda":
-        return f"{socket.gethostname()} {like.device}"
+        return f"{socket.gethostname()} {like.device} {os.getpid()}"
     return f"{socket.gethostname()} {torch.cuda.get_device_properties(like.device).uuid}"
