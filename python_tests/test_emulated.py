@@ -76,6 +76,13 @@ def test_tests_for_a_gpu_pass_under_the_emulator(emulated: dict[str, str]) -> No
     assert passed("-q", "-p", "no:cacheprovider", "-m", "gpu", tests, env=emulated) >= 10
 
 
+@pytest.mark.timeout(BUILD_SECONDS + TEST_SECONDS)
+def test_ranks_over_nccl(emulated: dict[str, str]) -> None:
+    """What syncs over NCCL promise, with processes as ranks and a library of sockets."""
+    tests = str(ROOT / "python_tests" / "test_nccl_ranks.py")
+    assert passed("-q", "-p", "no:cacheprovider", tests, env=emulated) >= 25
+
+
 def passed(*arguments: str, env: dict[str, str]) -> int:
     out = run(sys.executable, "-m", "pytest", *arguments, seconds=TEST_SECONDS, **env)
     found = re.search(r"(\d+) passed", out)

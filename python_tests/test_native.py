@@ -66,14 +66,15 @@ def missing(sanitizers: str) -> str:
 
 
 @functools.cache
-def build(variant: str) -> Path:
-    """Configures and builds a variant, incrementally; returns its folder."""
+def build(variant: str, target: str = "all") -> Path:
+    """Configures and builds a variant, or a target of it, incrementally; returns its folder."""
     folder = ROOT / "build" / f"native-{variant}"
     generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"]
     options = [f"-DEDIT_EXT_SANITIZE={VARIANTS[variant]}"]
+    jobs = ["--target", target, "--parallel", os.environ.get("MAX_JOBS", "2")]
     for command in (
         [tool("cmake"), "-S", ".", "-B", str(folder), *generator, *options],
-        [tool("cmake"), "--build", str(folder), "--parallel", os.environ.get("MAX_JOBS", "2")],
+        [tool("cmake"), "--build", str(folder), *jobs],
     ):
         result = run(*command, seconds=BUILD_SECONDS)
         assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout[-6000:]}"
