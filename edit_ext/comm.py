@@ -26,21 +26,22 @@ class RankGroup:
     A group shared with other code would see calls in an order that differs between ranks. A group
     of one has no process group at all and every method returns at once.
 
-    ranks: the members' global ranks; rank: this rank's index among them; names: how messages call
-    them.
+    title: what it is called in messages, as "replica group". ranks: the members' global ranks;
+    rank: this rank's index among them; names: how messages call them.
     bytes_sent: what the collectives of this class have sent from this rank, as a ring would.
     broken: a collective has not been completed, so the groups cannot be used any more.
     """
 
     def __init__(
         self,
+        title: str,
         ranks: list[int],
         rank: int,
         names: list[str],
         heartbeat: Heartbeat | None,
         timeout: float,
     ) -> None:
-        self.ranks, self.rank, self.size = ranks, rank, len(ranks)
+        self.title, self.ranks, self.rank, self.size = title, ranks, rank, len(ranks)
         self.bytes_sent = 0
         self.broken = False
         self.heartbeat = heartbeat
@@ -129,7 +130,7 @@ class RankGroup:
             self.broken = True
             if not isinstance(error, RuntimeError):
                 raise
-            reason = self.why() or f"the group of ranks {self.ranks}: {error}"
+            reason = self.why() or f"the {self.title} of ranks {self.ranks}: {error}"
             raise RuntimeError(f"{what}: {reason}") from error
 
     def why(self) -> str | None:

@@ -223,8 +223,7 @@ class Engine:
     def peer_failed(self, reason: str) -> None:
         """The heartbeat has lost a peer: every wait in C++ ends with this reason."""
         self.lane.fail(reason)
-        for comm in self.comms.each:
-            comm.abort(reason)
+        _C.abort_all(self.comms.each, reason)
 
     @property
     def bytes_sent(self) -> int:
@@ -256,11 +255,12 @@ class Engine:
         if self._foreign():
             return
         clean = self.error is None and not self.syncs.pipeline.in_flight
+        if not clean:
+            _C.abort_all(self.comms.each, self.error or "the handle was closed")
         for comm in self.comms.each:
             if clean:  # before the stream is asked, which then has nothing left
                 comm.close(LEAVE_SECONDS)
             else:
-                comm.abort(self.error or "the handle was closed")
                 keep_for_ever(comm)
         clean = self.lane.close(LEAVE_SECONDS if clean else 0.0) and clean
         self.mesh.close(clean=clean)

@@ -47,18 +47,18 @@ class ReplicaMesh:
             self.heartbeat = Heartbeat(store, grid.prefix, place, grid.names, timeout, on_failure)
             self.heartbeat.arrive()
 
-        def group_of(seats: list[tuple[int, int]]) -> RankGroup:
+        def group_of(title: str, seats: list[tuple[int, int]]) -> RankGroup:
             ranks = [grid.ranks[r][s] for r, s in seats]
             names = [grid.name(r, s) for r, s in seats]
             own = seats.index((grid.replica, grid.shard))
-            return RankGroup(ranks, own, names, self.heartbeat, timeout)
+            return RankGroup(title, ranks, own, names, self.heartbeat, timeout)
 
         replicas, shards = range(len(grid.ranks)), range(len(grid.ranks[0]))
-        self.replica = group_of([(r, grid.shard) for r in replicas])
-        self.shard = group_of([(grid.replica, s) for s in shards])
+        self.replica = group_of("replica group", [(r, grid.shard) for r in replicas])
+        self.shard = group_of("shard group", [(grid.replica, s) for s in shards])
         self.all = self.replica if len(shards) == 1 else self.shard
         if len(shards) > 1 and len(replicas) > 1:
-            self.all = group_of([(r, s) for r in replicas for s in shards])
+            self.all = group_of("mesh", [(r, s) for r in replicas for s in shards])
         if self.heartbeat is not None:
             self.heartbeat.start()
 

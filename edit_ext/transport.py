@@ -100,7 +100,9 @@ def _comm(
         return group.comm()
     mine = _C.nccl_unique_id().hex() if group.rank == 0 else ""
     first = group.gather_text(mine, "the id of an NCCL group")[0]
-    return _C.make_nccl_comm(bytes.fromhex(first), group.rank, group.size, lane, timeout, max_ctas)
+    return _C.make_nccl_comm(
+        bytes.fromhex(first), group.rank, group.size, lane, timeout, max_ctas, group.title
+    )
 
 
 def _obstacle(kind: str, like: torch.Tensor) -> str:

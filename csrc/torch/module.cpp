@@ -107,7 +107,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("nccl_version", &nccl_version);
   m.def("nccl_unique_id", [] { return py::bytes(nccl_unique_id()); });
   m.def("make_nccl_comm", &make_nccl_comm, py::arg("id"), py::arg("rank"), py::arg("size"),
-        py::arg("lane"), py::arg("timeout"), py::arg("max_ctas") = 0, unlocked());
+        py::arg("lane"), py::arg("timeout"), py::arg("max_ctas") = 0,
+        py::arg("group") = "replica group", unlocked());
+  m.def("abort_all", &abort_all, py::arg("comms"), py::arg("reason"), unlocked());
   m.def("on_cuda", [](const at::Tensor& t) { return on_cuda(t.device()); });
   py::class_<BufferPool, shared_ptr<BufferPool>>(m, "BufferPool")
       .def(py::init<int>(), py::arg("count"))

@@ -32,7 +32,7 @@ std::string nccl_unique_id() {
 
 std::shared_ptr<Comm> make_nccl_comm(const std::string& id, int rank, int size,
                                      const std::shared_ptr<Lane>& lane, double timeout,
-                                     int max_ctas) {
+                                     int max_ctas, const std::string& group) {
   nccl::UniqueId unique;
   TORCH_CHECK_VALUE(id.size() == sizeof(unique.bytes), "id has ", id.size(), " bytes; expected ",
                     sizeof(unique.bytes));
@@ -41,7 +41,7 @@ std::shared_ptr<Comm> make_nccl_comm(const std::string& id, int rank, int size,
   if (const auto* cuda = dynamic_cast<const CudaLane*>(lane.get()); cuda && cuda->direct()) {
     const c10::DeviceGuard guard(cuda->device());
     NcclOptions options;
-    options.group = "replica group";
+    options.group = group;
     options.max_ctas = max_ctas;
     options.init_timeout = timeout;
     // A slow peer is waited for, as in C10dComm: the heartbeat tells it from a dead one and aborts.
@@ -51,8 +51,20 @@ std::shared_ptr<Comm> make_nccl_comm(const std::string& id, int rank, int size,
                                       cuda->stream());
   }
 #endif
-  (void)rank, (void)size, (void)lane, (void)timeout, (void)max_ctas;
+  (void)rank, (void)size, (void)lane, (void)timeout, (void)max_ctas, (void)group;
   TORCH_CHECK_VALUE(false, "lane is not a direct lane of a CUDA device");
+}
+
+void abort_all(const std::vector<std::shared_ptr<Comm>>& comms, const std::string& reason) {
+  std::vector<NcclComm*> together;
+  for (const auto& comm : comms) {
+    if (auto* nccl = dynamic_cast<NcclComm*>(comm.get())) {
+      together.push_back(nccl);
+    } else {
+      comm->abort(reason);
+    }
+  }
+  NcclComm::abort_all(together, reason);
 }
 
 }  // namespace edit_ext

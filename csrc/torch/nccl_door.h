@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "../core/comm.h"
 #include "lane.h"
@@ -16,9 +17,13 @@ std::string nccl_version();
 std::string nccl_unique_id();
 // Collective over the `size` ranks that pass this id. lane: direct, see CudaLane. timeout: seconds
 // for all to come; calls wait until an abort or Ctrl-C ends them. max_ctas: SMs that an exchange
-// may take, 0: the library's choice. Called without the interpreter lock.
+// may take, 0: the library's choice. group: its name in messages. Called without the interpreter
+// lock.
 std::shared_ptr<Comm> make_nccl_comm(const std::string& id, int rank, int size,
                                      const std::shared_ptr<Lane>& lane, double timeout,
-                                     int max_ctas);
+                                     int max_ctas, const std::string& group);
+// Aborts all of them, those of NCCL in one group: one at a time, the first could wait for the
+// others. Called without the interpreter lock.
+void abort_all(const std::vector<std::shared_ptr<Comm>>& comms, const std::string& reason);
 
 }  // namespace edit_ext
