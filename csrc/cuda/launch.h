@@ -25,8 +25,8 @@ void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, int
   if (blocks == 0) return;
   const dim3 grid(static_cast<unsigned>(blocks)), block(static_cast<unsigned>(threads));
 #if defined(EDIT_EXT_EMULATED)
-  (void)name, (void)stream;
-  emu::launch(kernel, grid, block, arguments...);
+  (void)name;
+  emu::enqueue(stream, [=] { emu::launch(kernel, grid, block, arguments...); });
 #else
   void* pointers[] = {&arguments...};
   check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, pointers, 0, stream),

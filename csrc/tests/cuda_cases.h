@@ -118,10 +118,13 @@ struct Case {
     return &buffers.back();
   }
 
-  // One sync, with the norms of the other replicas made up; `bad` is NaN.
-  void sync(Device& device, const Policy& p, int bad) {
+  // One sync, with the norms of the other replicas made up; `bad` is NaN. `settle` waits for the
+  // device.
+  template <class Settle>
+  void sync(Device& device, const Policy& p, int bad, Settle settle) {
     device.pseudo_grad(v);
     device.record(v, {5, 3, 0});
+    settle();
     for (int r = 0; r < v.replicas; ++r) {
       if (r != v.replica) records[r] = {1.0 + r, 5, 3, 0};
       if (r == bad) records[r].norm2 = NAN;
@@ -130,6 +133,7 @@ struct Case {
     device.merge(v);
     device.outer_step(v, p);
     device.write_back(v);
+    settle();
   }
 };
 

@@ -1,7 +1,7 @@
 // A GPU for tests: the .cu sources, compiled by g++, run on fibers. Blocks run one after another,
 // the threads of a block one at a time until they meet: at a barrier all threads of the block, at a
 // shuffle the lanes that its mask names. Between meetings threads run in the order that a test
-// asks for, so that code which leans on lock step or on luck fails.
+// asks for, so that code which leans on lock step or on luck fails. Streams: emu_streams.h.
 //
 // What ends a test: a barrier that a finished thread will never reach, a shuffle that a lane of its
 // mask does not call, lanes that meet in shuffles of different kind, threads that wait for ever.
@@ -23,6 +23,8 @@
 #include <string>
 #include <vector>
 
+#include "emu_streams.h"
+
 #define __global__
 #define __device__
 #define __host__
@@ -42,43 +44,12 @@ struct dim3 {
   explicit dim3(unsigned x = 1) : x(x) {}
 };
 
-using cudaError_t = int;
-using cudaStream_t = void*;
-constexpr cudaError_t cudaSuccess = 0;
-constexpr cudaError_t cudaErrorNotReady = 600;
-enum { cudaDevAttrMultiProcessorCount, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
-inline const char* cudaGetErrorString(cudaError_t) { return "emulated"; }
+inline const char* cudaGetErrorString(cudaError_t status) {
+  return status == cudaErrorNotReady ? "not ready" : "emulated";
+}
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) {
   *value = 1;  // few processors, so that blocks take several chunks each
-  return cudaSuccess;
-}
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, int, cudaStream_t) {
-  std::memcpy(to, from, n);
-  return cudaSuccess;
-}
-
-// Streams are empty at all times: whatever is enqueued has run when the call returns.
-using cudaEvent_t = void*;
-constexpr unsigned cudaStreamNonBlocking = 1;
-inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-  *stream = nullptr;
-  return cudaSuccess;
-}
-inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
-inline cudaError_t cudaEventCreate(cudaEvent_t* event) {
-  *event = nullptr;
-  return cudaSuccess;
-}
-inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
-inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
-inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
-inline cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
-  *milliseconds = 0.0f;
   return cudaSuccess;
 }
 

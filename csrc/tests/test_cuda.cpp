@@ -1,5 +1,5 @@
 // The CUDA kernels under the emulator: bit-equal to the CPU twin at odd sizes and addresses, in
-// whole trajectories, whatever order threads and blocks run in.
+// whole trajectories, whatever order threads and blocks run in and however late streams are.
 #include <unistd.h>
 
 #include "../cpu/stacked.h"
@@ -18,6 +18,24 @@ extern "C" void edit_ext_landmark() {}
 namespace {
 
 constexpr emu::Order kOrders[] = {emu::Order::forward, emu::Order::reverse, emu::Order::random};
+constexpr emu::Mode kModes[] = {emu::Mode::early, emu::Mode::late, emu::Mode::random};
+
+// A side stream; each next case meets an order of threads with another mode of streams.
+class Side {
+ public:
+  explicit Side(size_t turn) {
+    emu::set_mode(kModes[turn % 3]);
+    cuda::check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "a side stream");
+  }
+  ~Side() { cudaStreamDestroy(stream_); }
+  Side(const Side&) = delete;
+  Side& operator=(const Side&) = delete;
+  void settle() const { cuda::check(cudaStreamSynchronize(stream_), "a side stream"); }
+  operator cudaStream_t() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
 
 void same(const Case& a, const Case& b) {
   for (size_t i = 0; i < a.tensors.size(); ++i) CHECK(a.tensors[i].equals(b.tensors[i]));
@@ -38,13 +56,14 @@ void compare_sync(const std::vector<Shape>& shapes, Wire wire, int replica, int 
   Case expected(shapes, wire, replica, replicas, seed);
   expected.v.anchored = anchored;
   cpu::CpuDevice cpu_device;
-  expected.sync(cpu_device, p, bad);
+  expected.sync(cpu_device, p, bad, [] {});
   for (const emu::Order order : kOrders) {
     emu::machine.order = order;
+    const Side stream(seed + static_cast<size_t>(order));
     Case found(shapes, wire, replica, replicas, seed);
     found.v.anchored = anchored;
-    CudaDevice device(nullptr);
-    found.sync(device, p, bad);
+    CudaDevice device(stream);
+    found.sync(device, p, bad, [&] { stream.settle(); });
     same(found, expected);
   }
 }
@@ -137,8 +156,10 @@ void stacked() {
         CHECK(special != 1 || expected->merged2 < 0);
         for (const emu::Order order : kOrders) {
           emu::machine.order = order;
+          const Side stream(seed + static_cast<size_t>(order));
           const auto found = make();
-          cuda::stacked_sync(found->tensors, found->table.data(), found->v, p, nullptr);
+          cuda::stacked_sync(found->tensors, found->table.data(), found->v, p, stream);
+          stream.settle();
           same(*found, *expected);
         }
       }
