@@ -184,7 +184,7 @@ void Layer::finish() {
   f->layout.describe(f->view);
   run_on(device_, [&](Device& passes) { sync_finish(passes, f->view); });
   copy_out();
-  if (on_cuda(device_)) f->scalars.host.copy_(f->scalars.device, /*non_blocking=*/true);
+  if (on_cuda(device_)) copy_down(f->scalars.host, f->scalars.device);
   f->write_back_timer->stop();
   f->buffers->last_use = f->write_back_timer;
   f->buffers.reset();  // the next layer may take them: its begin comes behind this point

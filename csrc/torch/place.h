@@ -18,7 +18,11 @@ namespace edit_ext {
 #if defined(EDIT_EXT_EMULATED)
 // The tests' build: the CUDA part under the emulator, on the memory of the CPU.
 inline bool on_cuda(at::Device) { return true; }
-inline cudaStream_t current_stream(at::Device) { return nullptr; }
+inline cudaStream_t current_stream(at::Device) { return emu::current_stream; }
+inline at::Tensor emulated_bytes(int64_t n, bool pinned) {
+  void* const at = emu::memory().lend(static_cast<size_t>(n), pinned);
+  return at::from_blob(at, {n}, [](void* p) { emu::memory().reclaim(p); }, at::kByte);
+}
 #elif defined(EDIT_EXT_CUDA)
 inline bool on_cuda(at::Device device) { return device.is_cuda(); }
 inline cudaStream_t current_stream(at::Device device) {
@@ -54,18 +58,34 @@ void run_on(at::Device device, F f) {
 
 // Working memory and scalars there; zeros, where a struct must begin as zeros.
 inline at::Tensor bytes_on(at::Device device, int64_t n) {
+#if defined(EDIT_EXT_EMULATED)
+  (void)device;
+  return emulated_bytes(n, false);
+#else
   return at::empty({n}, at::TensorOptions(device).dtype(at::kByte));
+#endif
 }
-inline at::Tensor zeros_on(at::Device device, int64_t n) {
-  return at::zeros({n}, at::TensorOptions(device).dtype(at::kByte));
-}
+inline at::Tensor zeros_on(at::Device device, int64_t n) { return bytes_on(device, n).zero_(); }
 
 // Memory of the host that a GPU copies to and from without stopping anybody.
 inline at::Tensor pinned_bytes(int64_t n) {
-#if defined(EDIT_EXT_CUDA) && !defined(EDIT_EXT_EMULATED)
+#if defined(EDIT_EXT_EMULATED)
+  return emulated_bytes(n, true);
+#elif defined(EDIT_EXT_CUDA)
   return at::empty({n}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
 #else
   return at::empty({n}, at::kByte);
+#endif
+}
+
+// Copies to pinned memory when the current stream gets there.
+inline void copy_down(const at::Tensor& pinned, const at::Tensor& from) {
+#if defined(EDIT_EXT_EMULATED)
+  // torch's own copy would run at once, before what the stream still has to do.
+  cudaMemcpyAsync(pinned.data_ptr(), from.data_ptr(), from.nbytes(), cudaMemcpyDeviceToHost,
+                  current_stream(from.device()));
+#else
+  pinned.copy_(from, /*non_blocking=*/true);
 #endif
 }
 
