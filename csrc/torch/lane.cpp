@@ -1,5 +1,8 @@
 #include "lane.h"
 
+#include <chrono>
+#include <thread>
+
 #include "staged.h"
 
 namespace edit_ext {
@@ -76,8 +79,15 @@ double CudaLane::seconds(Ticket ticket) {
 }
 
 bool CudaLane::close(double seconds) {
-  const bool idle = worker_.close(seconds);
-  return idle && cudaStreamQuery(stream_) == cudaSuccess;
+  using Clock = std::chrono::steady_clock;
+  const auto end = Clock::now() + std::chrono::duration<double>(seconds);
+  if (!worker_.close(seconds)) return false;
+  cudaError_t status = cudaStreamQuery(stream_);
+  while (status == cudaErrorNotReady && Clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+    status = cudaStreamQuery(stream_);
+  }
+  return status == cudaSuccess;
 }
 
 #endif
