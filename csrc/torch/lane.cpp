@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <thread>
+#include <utility>
 
 #include "staged.h"
 
@@ -28,16 +29,18 @@ Lane::Ticket CpuLane::submit(const SharedComms& comms, Task task) {
 
 CudaLane::CudaLane(at::Device device, bool direct) : device_(device), direct_(direct) {
   const c10::DeviceGuard guard(device_);
-  cuda::check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a side stream");
+  cudaStream_t made = nullptr;
+  cuda::check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "making a side stream");
+  // The stream ends when its work does; destroying it does not wait.
+  stream_.reset(made, [](cudaStream_t stream) { cudaStreamDestroy(stream); });
 }
 
-// The stream ends when its work does; destroying it does not wait.
-CudaLane::~CudaLane() { cudaStreamDestroy(stream_); }
+CudaLane::~CudaLane() = default;
 
 std::shared_ptr<Comm> CudaLane::staged(const std::shared_ptr<Comm>& comm) {
   if (!comm || direct_) return comm;
   auto& found = staged_[comm.get()];
-  if (!found) found = std::make_shared<StagedComm>(comm, stream_);
+  if (!found) found = std::make_shared<StagedComm>(comm, stream_.get());
   return found;
 }
 
@@ -49,11 +52,11 @@ Lane::Ticket CudaLane::submit(const SharedComms& comms, Task task) {
   const SharedComms own{staged(comms.shard), staged(comms.replica), staged(comms.mesh)};
   const auto run = [own, span, task = std::move(task), device = device_, stream = stream_] {
     const c10::DeviceGuard inside(device);
-    cuda::CudaDevice passes(stream);
-    span->ready.before(stream);
-    span->begun.record(stream);
+    cuda::CudaDevice passes(stream.get());
+    span->ready.before(stream.get());
+    span->begun.record(stream.get());
     task(passes, pointers(own));
-    span->done.record(stream);
+    span->done.record(stream.get());
   };
   Ticket ticket = 0;
   if (direct_) {
@@ -82,10 +85,10 @@ bool CudaLane::close(double seconds) {
   using Clock = std::chrono::steady_clock;
   const auto end = Clock::now() + std::chrono::duration<double>(seconds);
   if (!worker_.close(seconds)) return false;
-  cudaError_t status = cudaStreamQuery(stream_);
+  cudaError_t status = cudaStreamQuery(stream_.get());
   while (status == cudaErrorNotReady && Clock::now() < end) {
     std::this_thread::sleep_for(std::chrono::microseconds(100));
-    status = cudaStreamQuery(stream_);
+    status = cudaStreamQuery(stream_.get());
   }
   return status == cudaSuccess;
 }

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <type_traits>
 
 #include "../core/comm.h"
 #include "../core/device.h"
@@ -75,7 +76,7 @@ class CudaLane final : public Lane {
   void forget(Ticket ticket) override { spans_.erase(ticket); }
   void fail(const std::string& reason) override { worker_.fail(reason); }
   bool close(double seconds) override;
-  cudaStream_t stream() const { return stream_; }
+  cudaStream_t stream() const { return stream_.get(); }
   at::Device device() const { return device_; }
   bool direct() const override { return direct_; }
 
@@ -87,7 +88,8 @@ class CudaLane final : public Lane {
 
   const at::Device device_;
   const bool direct_;
-  cudaStream_t stream_ = nullptr;
+  // Shared with the tasks: one stuck in a library call may go on when the lane is gone.
+  std::shared_ptr<std::remove_pointer_t<cudaStream_t>> stream_;
   cpu::Worker worker_;  // of a direct lane only the keeper of fail(), which any thread may call
   Ticket direct_tickets_ = 0;
   std::map<Ticket, std::shared_ptr<Span>> spans_;
