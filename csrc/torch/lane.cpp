@@ -35,7 +35,10 @@ CudaLane::CudaLane(at::Device device, bool direct) : device_(device), direct_(di
   stream_.reset(made, [](cudaStream_t stream) { cudaStreamDestroy(stream); });
 }
 
-CudaLane::~CudaLane() = default;
+// Nobody may wait here: a GPU that is not done keeps the memory of its tasks for good.
+CudaLane::~CudaLane() {
+  if (!spans_.empty() && !close(0.0)) new auto(std::move(spans_));
+}
 
 std::shared_ptr<Comm> CudaLane::staged(const std::shared_ptr<Comm>& comm) {
   if (!comm || direct_) return comm;
@@ -48,25 +51,25 @@ Lane::Ticket CudaLane::submit(const SharedComms& comms, Task task) {
   if (direct_) worker_.wait(0, 0.0);
   const c10::DeviceGuard guard(device_);
   auto span = std::make_shared<Span>();
+  span->task = std::move(task);
   span->ready.record(current_stream(device_));
   const SharedComms own{staged(comms.shard), staged(comms.replica), staged(comms.mesh)};
-  const auto run = [own, span, task = std::move(task), device = device_, stream = stream_] {
+  const auto run = [own, span, device = device_, stream = stream_] {
     const c10::DeviceGuard inside(device);
     cuda::CudaDevice passes(stream.get());
     span->ready.before(stream.get());
     span->begun.record(stream.get());
-    task(passes, pointers(own));
+    span->task(passes, pointers(own));
     span->done.record(stream.get());
   };
-  Ticket ticket = 0;
-  if (direct_) {
-    run();
-    ticket = ++direct_tickets_;
-  } else {
-    ticket = worker_.submit(run);
+  if (!direct_) {
+    const Ticket ticket = worker_.submit(run);
+    spans_[ticket] = span;
+    return ticket;
   }
-  spans_[ticket] = std::move(span);
-  return ticket;
+  spans_[++direct_tickets_] = span;  // also when the task throws: it may have enqueued something
+  run();
+  return direct_tickets_;
 }
 
 bool CudaLane::wait(Ticket ticket, double seconds) {

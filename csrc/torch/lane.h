@@ -81,8 +81,11 @@ class CudaLane final : public Lane {
   bool direct() const override { return direct_; }
 
  private:
+  // From submit() until what the task enqueued is known to be over, which is later than the task:
+  // what it owns goes back to torch's allocators, and they know nothing of the side stream.
   struct Span {
     cuda::Event ready, begun, done;
+    Task task;
   };
   std::shared_ptr<Comm> staged(const std::shared_ptr<Comm>& comm);
 
