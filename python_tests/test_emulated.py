@@ -1,7 +1,8 @@
 """The CUDA part from Python without a GPU: a build whose kernels run under the emulator.
 
 Its operators, layers, side streams and staged communicators work on the CPU's memory, so the tests
-of the CPU run on them unchanged, whole trajectories over Gloo among them.
+of the CPU run on them unchanged, whole trajectories over Gloo among them. Side streams run as late
+as they may.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from test_boundary import ROOT
 
-FOLDER = ROOT / "build" / "emulated"
 FILES = (
     "test_ops.py",
     "test_trajectory.py",
@@ -23,6 +24,7 @@ FILES = (
     "test_state.py",
     "test_rows_values.py",
 )
+MODES = ("late", "early", "random")  # of the emulator's streams; late is the default
 BUILD_SECONDS, TEST_SECONDS = 900, 400
 
 
@@ -40,23 +42,27 @@ def run(*command: str, seconds: float, **env: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def emulated() -> dict[str, str]:
-    """The environment in which `import edit_ext` finds the emulated build."""
-    setup = ["setup.py", "--quiet", "build_ext", "--build-lib", str(FOLDER)]
+def build(root: Path) -> dict[str, str]:
+    """The environment in which `import edit_ext` finds the emulated build of the sources there."""
+    folder = root / "build" / "emulated"
     subprocess.run(
-        [sys.executable, *setup],
-        cwd=ROOT,
+        [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(folder)],
+        cwd=root,
         env={**os.environ, "EDIT_EXT_CUDA": "emulated"},
         check=True,
         timeout=BUILD_SECONDS,
     )
-    package = FOLDER / "edit_ext"
+    package = folder / "edit_ext"
     for source in [*(ROOT / "edit_ext").glob("*.py"), ROOT / "bench", ROOT / "examples"]:
         link = package / source.name
         if not link.exists():
             link.symlink_to(source)
-    return {"PYTHONPATH": str(FOLDER)}
+    return {"PYTHONPATH": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def emulated() -> dict[str, str]:
+    return build(ROOT)
 
 
 @pytest.mark.timeout(BUILD_SECONDS + TEST_SECONDS)
@@ -81,6 +87,15 @@ def test_ranks_over_nccl(emulated: dict[str, str]) -> None:
     """What syncs over NCCL promise, with processes as ranks and a library of sockets."""
     tests = str(ROOT / "python_tests" / "test_nccl_ranks.py")
     assert passed("-q", "-p", "no:cacheprovider", tests, env=emulated) >= 25
+
+
+@pytest.mark.timeout(BUILD_SECONDS + TEST_SECONDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_streams_in_any_order(emulated: dict[str, str], mode: str) -> None:
+    """Whatever order CUDA allows streams to run in, waits and held memory keep the bits right."""
+    tests = str(ROOT / "python_tests" / "test_streams.py")
+    env = {**emulated, "EDIT_EXT_EMULATED_STREAMS": mode}
+    assert passed("-q", "-p", "no:cacheprovider", "-m", "gpu", tests, env=env) >= 8
 
 
 def passed(*arguments: str, env: dict[str, str]) -> int:
