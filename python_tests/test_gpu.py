@@ -169,6 +169,7 @@ def test_races_of_streams_and_buffers() -> None:
         for layer in twins:  # with all the time in the world
             layer.begin(rules(), sync_index=k, steps=1, done=False)
             layer.wait()
+            layer.stats()  # an error if the caller's stream is not behind the side stream
             if GPU:
                 torch.cuda.synchronize()
     for layer, twin in zip(layers, twins, strict=True):
