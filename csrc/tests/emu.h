@@ -3,8 +3,14 @@
 // shuffle the lanes that its mask names. Between meetings threads run in the order that a test
 // asks for, so that code which leans on lock step or on luck fails. Streams: emu_streams.h.
 //
+// In a cooperative launch the threads of all blocks live at once. A thread that sleeps
+// (__nanosleep) waits for another block: its own is left where it stands and the next one runs.
+// Blocks still share their `__shared__` variables, so what a kernel keeps there over such a wait
+// is overwritten by its neighbours; dynamic shared memory is each block's own, and begins as NaN.
+//
 // What ends a test: a barrier that a finished thread will never reach, a shuffle that a lane of its
-// mask does not call, lanes that meet in shuffles of different kind, threads that wait for ever.
+// mask does not call, lanes that meet in shuffles of different kind, threads or blocks that wait
+// for ever, a wait for a block that may not run yet.
 #pragma once
 
 #include <ucontext.h>
@@ -44,14 +50,16 @@ struct dim3 {
   explicit dim3(unsigned x = 1) : x(x) {}
 };
 
+enum {
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrCooperativeLaunch
+};
 inline const char* cudaGetErrorString(cudaError_t status) {
   return status == cudaErrorNotReady ? "not ready" : "emulated";
 }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
-inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) {
-  *value = 1;  // few processors, so that blocks take several chunks each
-  return cudaSuccess;
-}
+inline cudaError_t cudaDeviceGetAttribute(int* value, int which, int device);
 
 namespace emu {
 
@@ -61,7 +69,7 @@ using Jump = void* [5];
 #define EMU_JUMPS __attribute__((noinline, no_sanitize("address")))
 
 enum class Order { forward, reverse, random };
-enum class Wait { none, barrier, shuffle, done };
+enum class Wait { none, barrier, shuffle, sleep, done };
 
 struct Fiber {
   ucontext_t context;  // how it begins; from then on jumps, which cost no system call
@@ -69,6 +77,7 @@ struct Fiber {
   bool fresh;
   std::unique_ptr<char[]> stack;
   Wait wait;
+  bool slept;                        // before it ran last
   unsigned mask, bits_in, bits_out;  // of a shuffle; doubles take two rounds
   int delta, kind;
 };
@@ -80,7 +89,12 @@ struct Machine {
   Jump scheduler;
   std::function<void()> body;
   dim3 thread, block, block_size, grid_size;
-  int current = 0;
+  int first = 0, current = 0;  // fibers: thread 0 of the block that runs, and the thread that does
+  bool cooperative = false;
+  char* dynamic = nullptr;       // shared memory of the block that runs
+  bool progress = false;         // somebody did more than look whether another block is there
+  int processors = 1;            // few, so that blocks take several chunks each
+  int shared_bytes = 227 << 10;  // dynamic, of a block
   Order order = Order::forward;
   std::mt19937 randomness{5};
   std::string error;
@@ -112,8 +126,9 @@ inline void enter() {
 }
 
 inline void start(Fiber& f) {
-  if (!f.stack) f.stack = std::make_unique<char[]>(Machine::kStack);
+  if (!f.stack) f.stack.reset(new char[Machine::kStack]);  // no page before it is used
   f.wait = Wait::none;
+  f.slept = false;
   f.fresh = true;
   getcontext(&f.context);
   f.context.uc_stack.ss_sp = f.stack.get();
@@ -122,10 +137,10 @@ inline void start(Fiber& f) {
   makecontext(&f.context, enter, 0);
 }
 
-// Lets the lanes of the warp that begins at `first` go on if one of their meetings is complete.
-inline bool shuffled(Machine& m, int first, int threads) {
+// Lets the lanes of the warp whose fibers begin at `first` go on if one of their meetings is
+// complete.
+inline bool shuffled(Machine& m, int first, int lanes) {
   bool moved = false;
-  const int lanes = std::min(32, threads - first);
   for (int lane = 0; lane < lanes; ++lane) {
     const Fiber& f = m.fibers[first + lane];
     if (f.wait != Wait::shuffle) continue;
@@ -160,11 +175,20 @@ inline bool shuffled(Machine& m, int first, int threads) {
   return moved;
 }
 
-inline void run_block(Machine& m) {
+// The block whose fibers begin at m.first, until all its threads have returned (true) or, in a
+// cooperative launch, it waits for another block (false).
+inline bool run_block(Machine& m) {
   const int threads = static_cast<int>(m.block_size.x);
+  const auto begin = m.fibers.begin() + m.first, end = begin + threads;
+  const auto count = [&](Wait w) {
+    return std::count_if(begin, end, [w](const Fiber& f) { return f.wait == w; });
+  };
   std::vector<int> turn(threads);
   for (int t = 0; t < threads; ++t) turn[t] = m.order == Order::reverse ? threads - 1 - t : t;
-  for (int t = 0; t < threads; ++t) start(m.fibers[t]);
+  for (auto f = begin; f != end; ++f) {
+    f->slept = f->wait == Wait::sleep;
+    if (f->slept) f->wait = Wait::none;
+  }
   bool stuck = false;   // the last round moved nobody: wake all
   unsigned asleep = 0;  // warps, as bits
   while (true) {
@@ -172,27 +196,32 @@ inline void run_block(Machine& m) {
     bool moved = false;
     if (stuck) asleep = 0;
     for (int t : turn) {
-      if (m.fibers[t].wait != Wait::none || (asleep >> (t / 32) & 1)) continue;
-      m.current = t;
+      Fiber& f = begin[t];
+      if (f.wait != Wait::none || (asleep >> (t / 32) & 1)) continue;
+      m.current = m.first + t;
       m.thread.x = static_cast<unsigned>(t);
-      resume(m.fibers[t]);
-      moved = true;
+      resume(f);
+      moved = moved || f.wait != Wait::sleep || !f.slept;
     }
-    for (int first = 0; first < threads; first += 32) moved = shuffled(m, first, threads) || moved;
-    const auto end = m.fibers.begin() + threads;
-    const auto count = [&](Wait w) {
-      return std::count_if(m.fibers.begin(), end, [w](const Fiber& f) { return f.wait == w; });
-    };
-    if (count(Wait::done) == threads) return;
+    for (int warp = 0; warp < threads; warp += 32) {
+      moved = shuffled(m, m.first + warp, std::min(32, threads - warp)) || moved;
+    }
+    m.progress = m.progress || moved;
+    if (count(Wait::done) == threads) return true;
     if (count(Wait::barrier) > 0 && count(Wait::done) > 0) {
       throw std::runtime_error("a thread has returned while others wait at a barrier");
     }
     if (count(Wait::barrier) == threads) {
-      for (auto f = m.fibers.begin(); f != end; ++f) f->wait = Wait::none;
+      for (auto f = begin; f != end; ++f) f->wait = Wait::none;
       moved = true;
       // Behind a barrier about half the warps sleep until the others are stuck, so that some run
       // as far ahead as they can.
       if (m.order == Order::random) asleep = static_cast<unsigned>(m.randomness());
+    }
+    if (count(Wait::sleep) > 0) {
+      if (!m.cooperative) throw std::runtime_error("a block waits for one that may not run yet");
+      // In random order at once, whatever the other threads of the block have done by then.
+      if (m.order == Order::random || !moved) return false;
     }
     if (!moved && (stuck || m.order != Order::random)) {
       throw std::runtime_error("threads wait for ever");
@@ -201,26 +230,69 @@ inline void run_block(Machine& m) {
   }
 }
 
+inline void note_launch(const void* kernel) {
+  static std::atomic_flag busy = ATOMIC_FLAG_INIT;
+  while (busy.test_and_set()) {
+  }
+  launched().insert(kernel);
+  busy.clear();
+}
+
+// The order that blocks run in.
+inline std::vector<unsigned> turns(Machine& m, unsigned blocks) {
+  std::vector<unsigned> turn(blocks);
+  for (unsigned b = 0; b < blocks; ++b) turn[b] = m.order == Order::reverse ? blocks - 1 - b : b;
+  if (m.order == Order::random) std::shuffle(turn.begin(), turn.end(), m.randomness);
+  return turn;
+}
+
 template <class... Parameters>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, Parameters... arguments) {
   Machine& m = machine;
-  {
-    static std::atomic_flag busy = ATOMIC_FLAG_INIT;
-    while (busy.test_and_set()) {
-    }
-    launched().insert(reinterpret_cast<const void*>(kernel));
-    busy.clear();
-  }
+  note_launch(reinterpret_cast<const void*>(kernel));
   if (m.fibers.size() < block.x) m.fibers.resize(block.x);
   m.grid_size = grid;
   m.block_size = block;
+  m.first = 0;
+  m.cooperative = false;
   m.body = [&] { kernel(arguments...); };
-  std::vector<unsigned> turn(grid.x);
-  for (unsigned b = 0; b < grid.x; ++b) turn[b] = m.order == Order::reverse ? grid.x - 1 - b : b;
-  if (m.order == Order::random) std::shuffle(turn.begin(), turn.end(), m.randomness);
-  for (unsigned b : turn) {
+  for (unsigned b : turns(m, grid.x)) {
     m.block.x = b;
+    for (unsigned t = 0; t < block.x; ++t) start(m.fibers[t]);
     run_block(m);
+  }
+}
+
+// One block a processor, all of them at a time, each with `shared` bytes of its own.
+template <class... Parameters>
+void launch_cooperative(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
+                        Parameters... arguments) {
+  Machine& m = machine;
+  note_launch(reinterpret_cast<const void*>(kernel));
+  if (grid.x > static_cast<unsigned>(m.processors) ||
+      shared > static_cast<size_t>(m.shared_bytes)) {
+    throw std::runtime_error("a cooperative launch of more than runs at a time");
+  }
+  const size_t threads = size_t{grid.x} * block.x;
+  if (m.fibers.size() < threads) m.fibers.resize(threads);
+  m.grid_size = grid;
+  m.block_size = block;
+  m.cooperative = true;
+  m.body = [&] { kernel(arguments...); };
+  for (size_t t = 0; t < threads; ++t) start(m.fibers[t]);
+  // Exactly as long as asked for, so that an address sanitizer sees what lies behind it.
+  std::vector<std::vector<char>> memory(grid.x, std::vector<char>(shared, '\xff'));
+  std::vector<bool> done(grid.x);
+  while (std::count(done.begin(), done.end(), false) > 0) {
+    m.progress = false;
+    for (unsigned b : turns(m, grid.x)) {
+      if (done[b]) continue;
+      m.block.x = b;
+      m.first = static_cast<int>(b * block.x);
+      m.dynamic = memory[b].data();
+      done[b] = run_block(m);
+    }
+    if (!m.progress) throw std::runtime_error("blocks wait for ever");
   }
 }
 
@@ -242,6 +314,20 @@ inline unsigned exchange_bits(unsigned mask, unsigned bits, int delta, int kind)
 #define gridDim (emu::machine.grid_size)
 
 inline void __syncthreads() { emu::pause(emu::Wait::barrier); }
+inline void __nanosleep(unsigned) { emu::pause(emu::Wait::sleep); }
+inline void __threadfence() {}  // one host thread runs all blocks
+inline unsigned atomicAdd(unsigned* at, unsigned value) {
+  const unsigned before = *at;
+  *at = before + value;
+  return before;
+}
+
+inline cudaError_t cudaDeviceGetAttribute(int* value, int which, int) {
+  *value = which == cudaDevAttrMultiProcessorCount            ? emu::machine.processors
+           : which == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emu::machine.shared_bytes
+                                                              : 1;
+  return cudaSuccess;
+}
 
 template <class T>
 T __shfl_down_sync(unsigned mask, T value, int delta) {

@@ -35,7 +35,7 @@ constexpr cudaError_t cudaErrorInvalidValue = 1;
 constexpr cudaError_t cudaErrorInvalidResourceHandle = 400;
 constexpr cudaError_t cudaErrorNotReady = 600;
 constexpr unsigned cudaStreamNonBlocking = 1;
-enum { cudaDevAttrMultiProcessorCount, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+enum { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 
 namespace emu {
 
