@@ -29,6 +29,12 @@ constexpr int kSegment = 8192;
 constexpr int kChunk = 65536;
 constexpr int kSegments = kChunk / kSegment;
 
+// Inner products have a tree of their own: a run is folded from kProductLanes lanes, then the runs
+// of a chunk are.
+constexpr int kProductLanes = 16;
+constexpr int kRun = 2048;
+constexpr int kRuns = kChunk / kRun;
+
 // Every tensor starts at a multiple of kGroup elements in a layer's flat buffers, and so does
 // every piece: vector loads of our own buffers are always aligned, and a group never spans two
 // tensors.

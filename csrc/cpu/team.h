@@ -70,17 +70,14 @@ struct Team {
   template <int R, class F>
   void sum_products(int n, F f, float* out) const {
     constexpr int pairs = R * (R + 1) / 2;
-    float runs[pairs][kChunk / kRun] = {};
+    float runs[pairs][kRuns] = {};
     for (int i = 0, begin = 0; begin < n; ++i, begin += kRun) {
       float lanes[pairs][kProductLanes];
       run_products<R>(begin, begin + kRun < n ? begin + kRun : n, f, lanes);
       for (int p = 0; p < pairs; ++p) runs[p][i] = fold(lanes[p], kProductLanes);
     }
-    for (int p = 0; p < pairs; ++p) out[p] = fold(runs[p], kChunk / kRun);
+    for (int p = 0; p < pairs; ++p) out[p] = fold(runs[p], kRuns);
   }
-
-  static constexpr int kProductLanes = 16;
-  static constexpr int kRun = 2048;
 
   template <int R, class F>
   static void run_products(int begin, int end, F f, float (*lanes)[kProductLanes]) {

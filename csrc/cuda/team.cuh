@@ -13,6 +13,7 @@ namespace edit_ext::cuda {
 constexpr int kWarp = 32;
 constexpr unsigned kAll = 0xffffffffu;  // lanes of a warp that take part: all
 constexpr int kThreads = kWarp * kSegments;
+constexpr int kMaxWarps = 16;  // of a block that calls a team
 static_assert(kLanes == 4 * kWarp, "a warp covers a row with four lanes a thread");
 
 // Folds the 32 values of a warp in halves; lane 0 holds the result.
@@ -89,7 +90,8 @@ struct BlockTeam {
   }
 
   static __device__ float fold_segments(float sum) {
-    __shared__ float segments[kSegments];
+    // A block may have more warps than a chunk has segments: theirs are empty.
+    __shared__ float segments[kMaxWarps];
     if (threadIdx.x % kWarp == 0) segments[threadIdx.x / kWarp] = sum;
     __syncthreads();
     float x[kSegments];
@@ -113,7 +115,6 @@ struct BlockTeam {
     }
   }
 
-  static constexpr int kProductLanes = 16, kRun = 2048, kRuns = kChunk / kRun;
   static constexpr int kProductThreads = kRuns * kProductLanes / 4;
 
   template <int R, class V, class F>
@@ -164,6 +165,6 @@ struct BlockTeam {
     }
   }
 };
-static_assert(BlockTeam::kRuns == kWarp, "a warp folds the runs of a chunk");
+static_assert(kRuns == kWarp, "a warp folds the runs of a chunk");
 
 }  // namespace edit_ext::cuda
