@@ -41,6 +41,7 @@ CUDA_SOURCES = [
     "csrc/cuda/passes.cu",
     "csrc/cuda/device.cu",
     "csrc/cuda/stacked.cu",
+    "csrc/cuda/on_chip.cu",
 ]
 TORCH_SOURCES = [
     "csrc/torch/emulated.cpp",

@@ -16,10 +16,14 @@ namespace edit_ext {
 // adds partials i, i + 32, ..., then lanes are folded in halves.
 constexpr int kTotalLanes = 32;
 
-EDIT_HD double total_lane(const float* partials, int64_t n, int64_t stride, int lane) {
+template <class F>
+EDIT_HD double total_lane(int64_t n, int lane, F partial) {
   double sum = 0.0;
-  for (int64_t i = lane; i < n; i += kTotalLanes) sum += static_cast<double>(partials[i * stride]);
+  for (int64_t i = lane; i < n; i += kTotalLanes) sum += static_cast<double>(partial(i));
   return sum;
+}
+EDIT_HD double total_lane(const float* partials, int64_t n, int64_t stride, int lane) {
+  return total_lane(n, lane, [=](int64_t i) { return partials[i * stride]; });
 }
 
 // Step 1, Delta of Algorithm 2 with the optimizer's sign: g = round_T(anchor) - param, encoded for
@@ -160,6 +164,42 @@ EDIT_HD void stacked_step(Team team, int n, int replicas, OuterStep o, const flo
     if (!o.replace) m.store(momentum + j);
     next.store(anchor + j);
     for (int r = 0; r < replicas; ++r) team.put(params[r] + j, next);
+  });
+}
+
+// A run that stays on chip: its anchor, then the R pseudo-gradients, kRun elements apart.
+// held: [R + 1][kRun].
+template <int R, class Team>
+EDIT_HD void hold(Team team, int n, const float* anchor, const float* const* params, float* held) {
+  team.map(n, [=](auto v, int j) {
+    using V = decltype(v);
+    const V a = V::load(anchor + j);
+    V g[R];  // all loads before the first store, which might be to where `params` lies
+    EDIT_UNROLL
+    for (int r = 0; r < R; ++r) g[r] = a - V::load(params[r] + j);
+    a.store(held + j);
+    EDIT_UNROLL
+    for (int r = 0; r < R; ++r) g[r].store(held + (r + 1) * kRun + j);
+  });
+}
+
+// stacked_step from what was held.
+template <int R, class Team>
+EDIT_HD void step_held(Team team, int n, OuterStep o, const float* weights, const float* held,
+                       float* anchor, float* momentum, float* const* params) {
+  team.map(n, [=](auto v, int j) {
+    using V = decltype(v);
+    V sum = V::all(0.0f);
+    EDIT_UNROLL
+    for (int r = 0; r < R; ++r) {
+      if (weights[r] != 0.0f) sum = sum + V::all(weights[r]) * V::load(held + (r + 1) * kRun + j);
+    }
+    V m = o.replace ? V::all(0.0f) : V::load(momentum + j);
+    const V next = V::load(held + j) - outer_direction(o, sum, &m);
+    if (!o.replace) m.store(momentum + j);
+    next.store(anchor + j);
+    EDIT_UNROLL
+    for (int r = 0; r < R; ++r) team.put(params[r] + j, next);
   });
 }
 

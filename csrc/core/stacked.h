@@ -13,6 +13,7 @@ struct StackedTensor {
   float* data[kMaxStacked];  // of each replica
   int64_t size, offset;      // elements; first element in the flat buffers
   int64_t first_chunk;
+  int64_t first_run;
 };
 
 // One sync of R stacked replicas; every pointer is memory of their device.
@@ -23,11 +24,15 @@ struct StackedView {
   float* momentum;          // flat
   Detector* detectors;      // [replicas]
   float* partials;          // [chunks * pairs]
+  float* run_sums;          // [pairs * runs] where the layer stays on chip
+  uint32_t* arrived;        // blocks at the barrier of the grid; zero when a sync begins
   PerReplica* per_replica;  // [replicas]
   float* weights;           // [replicas]
   double* merged2;          // square of the merged norm; -1: the exact pass decides
   Decision* decision;
 };
+
+EDIT_HD int64_t runs_of(int64_t size) { return (size + kRun - 1) / kRun; }
 
 EDIT_HD int pairs_of(int replicas) { return replicas * (replicas + 1) / 2; }
 
@@ -40,6 +45,12 @@ EDIT_HD void decide_stacked(const Policy& p, int replicas, const double* gram, D
   NormRecord records[kMaxStacked];
   for (int r = 0; r < replicas; ++r) records[r] = {gram[diagonal(replicas, r)], 0, 1, 0};
   decide(p, replicas, records, detectors, out, d);
+}
+
+// Eq. 4 from the square of the merged norm, however it was found.
+EDIT_HD void clip_stacked(const Policy& p, double norm2, Decision& d) {
+  const MergeRecord merged{norm2, d.hash};
+  decide_clip(p, 1, &merged, d);
 }
 
 // |sum w_i g_i|^2 without a pass over memory: w'Gw. Where the replicas cancel each other almost

@@ -35,14 +35,14 @@ void stacked_sync(const CpuDevice& device, const std::vector<StackedTensor>& ten
   decide_stacked(p, v.replicas, gram, v.detectors, v.per_replica, *v.decision);
   for (int r = 0; r < v.replicas; ++r) v.weights[r] = v.per_replica[r].weight;
   *v.merged2 = merged_norm2(gram, v.replicas, v.per_replica);
-  MergeRecord merged{*v.merged2, v.decision->hash};
-  if (merged.norm2 < 0.0) {
+  double norm2 = *v.merged2;
+  if (norm2 < 0.0) {
     for_chunks(device, tensors, v, [&](int64_t i, int64_t flat, int n, float* const* at) {
       v.partials[i] = table.stacked_norm(n, v.replicas, v.weights, v.anchor + flat, at);
     });
-    merged.norm2 = total(v.partials, v.num_chunks);
+    norm2 = total(v.partials, v.num_chunks);
   }
-  decide_clip(p, 1, &merged, *v.decision);
+  clip_stacked(p, norm2, *v.decision);
   const int64_t elements = tensors.empty() ? 0 : tensors.back().offset + tensors.back().size;
   const bool stream = streams(elements), skip = v.decision->skip != 0;
   const OuterStep numbers = outer_numbers(p, v.decision->clip);

@@ -1,28 +1,10 @@
+#include "stacked.cuh"
 #include "stacked.h"
-#include "team.cuh"
-#include "tensors.cuh"
 
 namespace edit_ext::cuda {
 namespace {
 
-using Stack = TensorsOf<StackedTensor>;
 constexpr int kProductThreads = BlockTeam::kProductThreads;
-
-// The R addresses of one chunk, in shared memory; all threads of the block must call.
-struct Addresses {
-  float* at[kMaxStacked];
-};
-
-__device__ bool find(const PlaceIn<StackedTensor>& c, int replicas, Addresses& a) {
-  bool aligned = true;
-  for (int r = 0; r < replicas; ++r) aligned = aligned && aligned4(c.tensor->data[r]);
-  __syncthreads();  // the addresses of the last chunk are no longer read
-  if (static_cast<int>(threadIdx.x) < replicas) {
-    a.at[threadIdx.x] = c.tensor->data[threadIdx.x] + c.start;
-  }
-  __syncthreads();
-  return aligned;
-}
 
 // Pass 1: inner products of the pseudo-gradients, R (R + 1) / 2 sums a chunk.
 template <int R>
@@ -45,29 +27,18 @@ __global__ void __launch_bounds__(kWarp)
     if (threadIdx.x == 0) sums[i] = sum;
   }
   if (threadIdx.x != 0) return;
-  decide_stacked(p, v.replicas, sums, v.detectors, v.per_replica, *v.decision);
-  for (int r = 0; r < v.replicas; ++r) v.weights[r] = v.per_replica[r].weight;
-  *v.merged2 = merged_norm2(sums, v.replicas, v.per_replica);
+  decide_totals(p, v.replicas, sums, v.detectors, v.per_replica, v.weights, v.merged2, *v.decision);
 }
 
 // Returns at once unless the Gram form cannot resolve the merged norm.
 __global__ void __launch_bounds__(kThreads)
     exact_norm_kernel(const __grid_constant__ Stack tensors, const StackedView v) {
-  __shared__ Addresses a;
-  if (*v.merged2 >= 0.0) return;
-  for (int64_t i = blockIdx.x; i < tensors.num_chunks; i += gridDim.x) {
-    const auto c = place(tensors, i);
-    const BlockTeam team{find(c, v.replicas, a)};
-    const float sum = stacked_norm(team, c.size, v.replicas, v.weights, v.anchor + c.flat(), a.at);
-    if (threadIdx.x == 0) v.partials[i] = sum;
-  }
+  if (*v.merged2 < 0.0) exact_norms(tensors, v, v.weights);
 }
 
 __global__ void __launch_bounds__(kWarp) clip_stacked_kernel(const StackedView v, const Policy p) {
   const double exact = *v.merged2 < 0.0 ? total(v.partials, v.num_chunks) : 0.0;
-  if (threadIdx.x != 0) return;
-  const MergeRecord merged{*v.merged2 < 0.0 ? exact : *v.merged2, v.decision->hash};
-  decide_clip(p, 1, &merged, *v.decision);
+  if (threadIdx.x == 0) clip_stacked(p, *v.merged2 < 0.0 ? exact : *v.merged2, *v.decision);
 }
 
 // Pass 2: merge, outer step and write-back of all replicas.
@@ -104,7 +75,8 @@ void launch_gram(const Stack& tensors, const StackedView& v, cudaStream_t stream
 }  // namespace
 
 void stacked_sync(const std::vector<StackedTensor>& tensors, void* table, const StackedView& v,
-                  const Policy& p, cudaStream_t stream) {
+                  const OnChip& plan, const Policy& p, cudaStream_t stream) {
+  if (plan.blocks > 0) return on_chip_sync(tensors, table, v, plan, p, stream);
   const Stack stack = tensors_in(tensors, v.num_chunks, table, stream);
   const int64_t blocks = blocks_for(v.num_chunks);
   launch_gram<1>(stack, v, stream);

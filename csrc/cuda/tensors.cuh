@@ -40,22 +40,29 @@ struct PlaceIn {
   EDIT_HD int64_t flat() const { return tensor->offset + start; }
 };
 
-// Where chunk i lies: the last tensor that begins at or before it. Empty tensors have no chunk.
+// The last tensor that begins at or before chunk (or run) i. Empty tensors have none.
 template <class T>
-EDIT_HD PlaceIn<T> place(const TensorsOf<T>& t, int64_t i) {
+EDIT_HD const T* last_from(const TensorsOf<T>& t, int64_t T::* first, int64_t i) {
   const T* list = t.table ? t.table : t.few;
   int low = 0, high = t.count - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
-    if (list[middle].first_chunk <= i) {
+    if (list[middle].*first <= i) {
       low = middle;
     } else {
       high = middle - 1;
     }
   }
-  const int64_t start = (i - list[low].first_chunk) * kChunk;
-  const int64_t left = list[low].size - start;
-  return {list + low, start, static_cast<int>(left < kChunk ? left : kChunk)};
+  return list + low;
+}
+
+// Where chunk i lies.
+template <class T>
+EDIT_HD PlaceIn<T> place(const TensorsOf<T>& t, int64_t i) {
+  const T* tensor = last_from(t, &T::first_chunk, i);
+  const int64_t start = (i - tensor->first_chunk) * kChunk;
+  const int64_t left = tensor->size - start;
+  return {tensor, start, static_cast<int>(left < kChunk ? left : kChunk)};
 }
 
 // The launch argument for these tensors. More than kByValue of them are copied to `memory` in

@@ -145,6 +145,7 @@ struct StackedCase {
   std::vector<float> weights;
   std::vector<char> table;
   double merged2 = 0;
+  uint32_t arrived = 0;
   Decision decision{};
   StackedView v{};
 
@@ -152,7 +153,7 @@ struct StackedCase {
   StackedCase(const std::vector<Shape>& shapes, int replicas, bool cancel, unsigned seed)
       : detectors(replicas), per_replica(replicas), weights(replicas), table(shapes.size() * 128) {
     seed_with(seed);
-    int64_t size = 0, chunks = 0;
+    int64_t size = 0, chunks = 0, runs = 0;
     for (const Shape& s : shapes) size += round_up(s.size, kGroup);
     for (int i = 0; i < 2; ++i) {
       buffers.emplace_back(size * 4);
@@ -162,7 +163,7 @@ struct StackedCase {
     v.momentum = buffers[1].as<float>();
     int64_t at = 0;
     for (const Shape& s : shapes) {
-      StackedTensor t{{}, s.size, at, chunks};
+      StackedTensor t{{}, s.size, at, chunks, runs};
       for (int r = 0; r < replicas; ++r) {
         params.emplace_back(s.size * 4, s.misaligned * 4);
         t.data[r] = params.back().as<float>();
@@ -173,12 +174,16 @@ struct StackedCase {
       }
       at += round_up(s.size, kGroup);
       chunks += (s.size + kChunk - 1) / kChunk;
+      runs += runs_of(s.size);
       if (s.size) tensors.push_back(t);
     }
     v.replicas = replicas;
     v.num_chunks = chunks;
     buffers.emplace_back(chunks * pairs_of(replicas) * 4);
     v.partials = buffers[2].as<float>();
+    buffers.emplace_back(runs * pairs_of(replicas) * 4);
+    v.run_sums = buffers[3].as<float>();
+    v.arrived = &arrived;
     v.detectors = detectors.data();
     v.per_replica = per_replica.data();
     v.weights = weights.data();

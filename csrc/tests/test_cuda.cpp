@@ -133,10 +133,29 @@ void same(const StackedCase& a, const StackedCase& b) {
   CHECK(std::memcmp(&a.merged2, &b.merged2, 8) == 0 && same_bits(a.weights, b.weights));
 }
 
+// The passes on one processor, and the form that stays on chip on devices that hold every layer
+// here, in one block or in three, of several runs each.
+struct Chip {
+  int processors, shared_bytes;
+};
+constexpr Chip kChips[] = {{1, 0}, {1, 8 << 20}, {3, 3 << 20}};
+
+void sync_on(const Chip& chip, StackedCase& c, const Policy& p, const Side& stream) {
+  emu::machine.processors = chip.processors;
+  emu::machine.shared_bytes = chip.shared_bytes;
+  const cuda::OnChip plan = cuda::on_chip(c.tensors, c.v.replicas);
+  CHECK((plan.blocks > 0) == (chip.shared_bytes > 0));
+  cuda::stacked_sync(c.tensors, c.table.data(), c.v, plan, p, stream);
+  stream.settle();
+  emu::machine.processors = emu::Machine().processors;
+  emu::machine.shared_bytes = emu::Machine().shared_bytes;
+}
+
 void stacked() {
   const std::vector<std::vector<Shape>> layers = {
       {{0, DType::f32, 0}, {1, DType::f32, 0}, {67000, DType::f32, 0}, {31, DType::f32, 0}},
       {{2049, DType::f32, 1}, {129, DType::f32, 3}},
+      {{4096, DType::f32, 4}, {1, DType::f32, 5}, {3, DType::f32, 6}, {65537, DType::f32, 7}},
       std::vector<Shape>(100, {3, DType::f32, 0})};
   Policy p;
   p.clip_norm = 2.0;
@@ -156,15 +175,39 @@ void stacked() {
         CHECK(special != 1 || expected->merged2 < 0);
         for (const emu::Order order : kOrders) {
           emu::machine.order = order;
-          const Side stream(seed + static_cast<size_t>(order));
-          const auto found = make();
-          cuda::stacked_sync(found->tensors, found->table.data(), found->v, p, stream);
-          stream.settle();
-          same(*found, *expected);
+          for (const Chip& chip : kChips) {
+            const Side stream(seed + static_cast<size_t>(order));
+            const auto found = make();
+            sync_on(chip, *found, p, stream);
+            same(*found, *expected);
+          }
         }
       }
     }
   }
+}
+
+// Which layers stay on chip, with the numbers of on_chip.h; and nothing where nothing is to hold.
+void choice() {
+  const auto fits = [](int processors, int kilobytes, int replicas, int64_t size, int tensors = 1) {
+    emu::machine.processors = processors;
+    emu::machine.shared_bytes = kilobytes << 10;
+    const std::vector<StackedTensor> layer(tensors, {{}, size, 0, 0, 0});
+    const cuda::OnChip plan = cuda::on_chip(layer, replicas);
+    CHECK(plan.blocks <= processors && plan.shared <= plan.largest);
+    CHECK(plan.largest + 256 <= kilobytes << 10);
+    return plan.blocks > 0;
+  };
+  for (const auto& [replicas, most] : {std::pair(2, 2433024), {4, 1351680}, {8, 811008}}) {
+    CHECK(fits(132, 227, replicas, most) && !fits(132, 227, replicas, most + 1));
+  }
+  for (const auto& [replicas, most] : {std::pair(2, 1327104), {4, 884736}, {8, 442368}}) {
+    CHECK(fits(108, 163, replicas, most) && !fits(108, 163, replicas, most + 1));
+  }
+  CHECK(fits(132, 227, 8, 1, 396) && !fits(132, 227, 8, 1, 397));  // a whole run each
+  CHECK(!fits(132, 227, 8, 1, 0) && !fits(132, 48, 8, 1));
+  emu::machine.processors = emu::Machine().processors;
+  emu::machine.shared_bytes = emu::Machine().shared_bytes;
 }
 
 void trajectories() {
@@ -232,6 +275,7 @@ int main() {
   many_tensors();
   large_offsets();
   stacked();
+  choice();
   trajectories();
   all_kernels_ran();
   return testing::close("test_cuda");

@@ -5,6 +5,7 @@
 #include <map>
 
 #include "../cuda/device.cu"
+#include "../cuda/on_chip.cu"
 #include "../cuda/passes.cu"
 #include "../cuda/stacked.cu"
 #include "place.h"

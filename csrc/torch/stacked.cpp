@@ -17,7 +17,7 @@ using at::Tensor;
 // The R equal replicas, checked, as one list of tensors with R addresses each.
 struct Stack {
   std::vector<StackedTensor> tensors;
-  int64_t size = 0, chunks = 0;  // of the flat buffers
+  int64_t size = 0, chunks = 0, runs = 0;  // of the flat buffers
 
   Stack(at::TensorList params, int64_t count) {
     TORCH_CHECK_VALUE(count >= 1 && count <= kMaxStacked, "replicas is ", count, "; expected 1 to ",
@@ -37,12 +37,13 @@ struct Stack {
     }
     const Layout layout = layout_of(params, "params", params[0].device());
     for (int64_t i = 0; i < each; ++i) {
-      StackedTensor t{{}, params[i].numel(), size, chunks};
+      StackedTensor t{{}, params[i].numel(), size, chunks, runs};
       for (int64_t r = 0; r < count; ++r) {
         t.data[r] = static_cast<float*>(layout.tensors[r * each + i].data);
       }
       size += round_up(t.size, kGroup);
       chunks += (t.size + kChunk - 1) / kChunk;
+      runs += runs_of(t.size);
       if (t.size > 0) tensors.push_back(t);
     }
   }
@@ -67,23 +68,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> stacked_outer_step(
   const int count = static_cast<int>(replicas);
   const Tensor partials = bytes_on(device, stack.chunks * pairs_of(count) * 4);
   const Tensor decided = zeros_on(device, replicas * sizeof(PerReplica));
-  const Tensor decision = zeros_on(device, sizeof(Decision)), merged2 = zeros_on(device, 8);
+  const Tensor decision = zeros_on(device, sizeof(Decision));
+  const Tensor merged2 = zeros_on(device, 16);  // and, behind it, the counter `arrived`
   const Tensor weights = at::empty({replicas}, at::TensorOptions(device).dtype(at::kFloat));
-  const StackedView v{count,
-                      stack.chunks,
-                      anchor.data_ptr<float>(),
-                      momentum.data_ptr<float>(),
-                      reinterpret_cast<Detector*>(detector.data_ptr<double>()),
-                      as<float>(partials),
-                      as<PerReplica>(decided),
-                      weights.data_ptr<float>(),
-                      as<double>(merged2),
-                      as<Decision>(decision)};
+  StackedView v{count,
+                stack.chunks,
+                anchor.data_ptr<float>(),
+                momentum.data_ptr<float>(),
+                reinterpret_cast<Detector*>(detector.data_ptr<double>()),
+                as<float>(partials),
+                nullptr,
+                as<uint32_t>(merged2) + 2,
+                as<PerReplica>(decided),
+                weights.data_ptr<float>(),
+                as<double>(merged2),
+                as<Decision>(decision)};
 #if defined(EDIT_EXT_CUDA)
   if (on_cuda(device)) {
     const c10::DeviceGuard guard(device);
     const Tensor table = bytes_on(device, stack.tensors.size() * sizeof(StackedTensor));
-    cuda::stacked_sync(stack.tensors, table.data_ptr(), v, p, current_stream(device));
+    const cuda::OnChip plan = cuda::on_chip(stack.tensors, count);
+    const Tensor run_sums = bytes_on(device, plan.runs * pairs_of(count) * 4);
+    v.run_sums = as<float>(run_sums);
+    cuda::stacked_sync(stack.tensors, table.data_ptr(), v, plan, p, current_stream(device));
     return {norms_in(decided), weights, flags_in(decided), scalars_in(decision)};
   }
 #endif
