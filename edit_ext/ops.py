@@ -86,7 +86,8 @@ def stacked_outer_step(
 
     Two passes over memory, 12R + 20 bytes an element: inner products of all pseudo-gradients give
     norms, weights and the norm of the merged step (w'Gw; one exact pass more where the replicas
-    nearly cancel), then merge, clip, outer step and write-back go together.
+    nearly cancel), then merge, clip, outer step and write-back go together. On a GPU whose shared
+    memory holds the whole layer one pass is enough, 8R + 16 bytes, with the same bits.
 
     replicas: R lists of equally shaped dense float32 tensors, updated in place; R <= 8.
     anchor, momentum: float32 vectors in the flat layout, updated in place.

@@ -22,19 +22,24 @@ GUARDS = [
     ("team.cuh", "begin + kRun < n ? begin + kRun : n", "begin + kRun"),
     ("team.cuh", "row + kProductLanes <= end", "row < end"),
     ("tensors.cuh", "static_cast<int>(left < kChunk ? left : kChunk)", "kChunk"),
+    ("on_chip.cu", "static_cast<int32_t>(left < kRun ? left : kRun)", "kRun"),
+    ("on_chip.cu", "r < count ? first[r] : 0.0f", "first[r]"),
+    ("on_chip.cu", "lane == 0 && i < R &&", "lane == 0 &&"),
     ("passes.cu", "p.n - at < kChunk ? p.n - at : kChunk", "kChunk"),
     ("passes.cu", "n - at < kChunk ? n - at : kChunk", "kChunk"),
     ("passes.cu", "j < padded", "j < c.size"),
 ]
+BARRIERS = ("__syncthreads();", "grid.wait();")
 SKIPPED_LANES = [("team.cuh", "if (j >= end) continue;", "", count) for count in (0, 1)]
 
 
 def mutants() -> list[tuple[str, str, str, int]]:
     """(file, text, replacement, which occurrence) of every mutation."""
     found = [
-        (path.name, "__syncthreads();", "", count)
+        (path.name, barrier, "", count)
         for path in sorted((ROOT / "csrc" / "cuda").glob("*.cu*"))
-        for count in range(path.read_text().count("__syncthreads();"))
+        for barrier in BARRIERS
+        for count in range(path.read_text().count(barrier))
     ]
     return [*found, *SKIPPED_LANES, *((*guard, 0) for guard in GUARDS)]
 

@@ -24,6 +24,7 @@ WIDE = re.compile(r"\bld\.(?:global\.)?(?:nc\.)?v4\.[fbu]32\b")
 # Kernels whose arrays are fp32 and aligned promise one access of 16 bytes a thread.
 PROMISED = ("pseudo_grad_kernel<float>", "merge_kernel<float>", "outer_step_kernel<float>")
 PROMISED += ("write_back_kernel<float>", "gram_kernel<4>", "stacked_step_kernel")
+PROMISED += ("on_chip_kernel<4>",)
 
 
 def nvcc(*arguments: str) -> str:
@@ -93,6 +94,20 @@ def test_no_spills() -> None:
     for arch, kernels in resources().items():
         assert len(kernels) >= 20, f"{arch}: {sorted(kernels)}"
         assert not {name for name, used in kernels.items() if used["spills"]}, arch
+
+
+@needs_nvcc
+@pytest.mark.timeout(600)
+def test_what_stays_on_chip_leaves_room() -> None:
+    """The kernel that takes all of a processor's shared memory has as little besides as it says."""
+    source = (ROOT / "csrc" / "cuda" / "on_chip.cu").read_text()
+    room = number(r"kStatic = (\d+);", source)
+    for arch, kernels in resources().items():
+        own = {name: used for name, used in kernels.items() if name.startswith("on_chip_kernel<")}
+        assert len(own) == 8, f"{arch}: {sorted(kernels)}"
+        assert not {name for name, used in own.items() if used["shared"] > room}, arch
+        # 512 threads share the 65536 registers of a processor.
+        assert not {name for name, used in own.items() if used["registers"] > 128}, arch
 
 
 @needs_nvcc
