@@ -123,7 +123,8 @@ class GradientAverager:
         """Pack the next bucket in fp32 and begin its average."""
         bucket = self._buckets[len(self._works)]
         own = [local(self._params[i]) for i in bucket]
-        flat = torch.zeros(sum(p.numel() for p in own), device=own[0].device)
+        total = sum(p.numel() for p in own)
+        flat = torch.zeros(_C.Mean.padded(total, self._comm.size), device=own[0].device)
         start = 0
         for i, param in zip(bucket, own, strict=True):
             grad, size = self._params[i].grad, param.numel()
@@ -131,7 +132,7 @@ class GradientAverager:
                 flat[start : start + size].view_as(param).copy_(local(grad))
             start += size
         self._flats.append(flat)
-        self._works.append(_C.Mean(flat, self._comm, self._lane))
+        self._works.append(_C.Mean(flat, total, self._comm, self._lane))
 
     @torch.no_grad()
     def _finish(self, done: bool) -> None:

@@ -23,6 +23,7 @@ FILES = (
     "test_hook_handle.py",
     "test_state.py",
     "test_rows_values.py",
+    "test_fsdp.py",
 )
 MODES = ("late", "early", "random")  # of the emulator's streams; late is the default
 BUILD_SECONDS, TEST_SECONDS = 900, 400
@@ -85,8 +86,8 @@ def test_tests_for_a_gpu_pass_under_the_emulator(emulated: dict[str, str]) -> No
 @pytest.mark.timeout(BUILD_SECONDS + TEST_SECONDS)
 def test_ranks_over_nccl(emulated: dict[str, str]) -> None:
     """What syncs over NCCL promise, with processes as ranks and a library of sockets."""
-    tests = str(ROOT / "python_tests" / "test_nccl_ranks.py")
-    assert passed("-q", "-p", "no:cacheprovider", tests, env=emulated) >= 25
+    tests = [str(ROOT / "python_tests" / name) for name in ("test_nccl_ranks.py", "test_nccl_mesh.py")]
+    assert passed("-q", "-p", "no:cacheprovider", *tests, env=emulated) >= 26
 
 
 @pytest.mark.timeout(BUILD_SECONDS + TEST_SECONDS)

@@ -22,8 +22,8 @@ class Comm {
 
   // to[r] goes to rank r, from[r] is filled by rank r; own entries are ignored. [size] each.
   virtual void exchange(const Block* to, const Block* from) = 0;
-  // buffer holds one block of `each` bytes per rank, own block filled in; bytes beyond `total` do
-  // not travel.
+  // buffer holds one block of `each` bytes per rank, own block filled in; bytes beyond `total`
+  // mean nothing, and a transport may leave them out or overwrite them.
   virtual void all_gather(void* buffer, int64_t each, int64_t total) = 0;
   // The same for tens of bytes, on a channel that payload in flight does not delay.
   virtual void gather_scalars(void* buffer, int64_t each) = 0;

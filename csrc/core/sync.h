@@ -46,7 +46,7 @@ inline void sync_exchange(Device& dev, const Comms& comms, const LayerView& v, c
 
 // Sum of w_r * send over the replicas, in place, with the weights in per_replica: steps 4, 5 and 8
 // for a flat vector that is no layer (gradients of the warm-up). v.merged is the owned piece of
-// v.send.
+// v.send, which has room for whole pieces.
 inline void mean_exchange(Device& dev, Comm& comm, const LayerView& v) {
   exchange_pieces(comm, v);
   dev.merge(v);

@@ -108,7 +108,8 @@ void no_host_decision() {
 // A flat vector becomes its mean over the replicas, in the same bits everywhere; NaN stays NaN.
 void check_mean(int replicas, int n) {
   const Mesh mesh(replicas, 1);
-  std::vector<std::vector<float>> flats(replicas, std::vector<float>(n));
+  const int64_t room = replicas * piece_size(n, replicas);
+  std::vector<std::vector<float>> flats(replicas, std::vector<float>(room));
   std::vector<double> expected(n);
   for (int r = 0; r < replicas; ++r) {
     for (int j = 0; j < n; ++j) {

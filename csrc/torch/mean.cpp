@@ -11,7 +11,7 @@ struct Mean::State {
   LayerView view{};
 };
 
-Mean::Mean(at::Tensor flat, std::shared_ptr<Comm> replica, std::shared_ptr<Lane> lane)
+Mean::Mean(at::Tensor flat, int64_t n, std::shared_ptr<Comm> replica, std::shared_ptr<Lane> lane)
     : lane_(std::move(lane)), state_(std::make_shared<State>()) {
   TORCH_CHECK_VALUE(replica != nullptr, "replica is None; expected a communicator");
   const at::Device device = place_of(flat, "flat");
@@ -20,8 +20,9 @@ Mean::Mean(at::Tensor flat, std::shared_ptr<Comm> replica, std::shared_ptr<Lane>
   v.replica = replica->rank();
   v.replicas = replica->size();
   v.mesh_ranks = 1;
-  check_flat(flat, "flat", device, at::kFloat, 0);
-  v.size = v.counted = flat.numel();
+  TORCH_CHECK_VALUE(n >= 0, "n is ", n, "; expected at least 0");
+  check_flat(flat, "flat", device, at::kFloat, padded(n, v.replicas));
+  v.size = v.counted = n;
   v.piece = piece_size(v.size, v.replicas);
   v.wire = Wire::f32;
   s.comms.replica = std::move(replica);
@@ -37,7 +38,7 @@ Mean::Mean(at::Tensor flat, std::shared_ptr<Comm> replica, std::shared_ptr<Lane>
   s.scalars = zeros_on(device, sizeof(MergeRecord) + sizeof(Decision));
   v.send = s.flat.data_ptr();
   v.recv = s.recv.data_ptr();
-  v.merged = s.flat.data_ptr<float>() + v.replica * v.piece;  // not read where the piece is empty
+  v.merged = s.flat.data_ptr<float>() + v.replica * v.piece;
   v.partials = as<float>(s.partials);
   v.per_replica = as<PerReplica>(s.weights);
   v.merge_records = as<MergeRecord>(s.scalars);

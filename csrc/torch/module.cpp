@@ -154,8 +154,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("detector", &Layer::detector);
 
   py::class_<Mean>(m, "Mean")
-      .def(py::init<at::Tensor, shared_ptr<Comm>, shared_ptr<Lane>>(), py::arg("flat"),
-           py::arg("replica"), py::arg("lane"), unlocked())
+      .def(py::init<at::Tensor, int64_t, shared_ptr<Comm>, shared_ptr<Lane>>(), py::arg("flat"),
+           py::arg("n"), py::arg("replica"), py::arg("lane"), unlocked())
+      .def_static("padded", &Mean::padded, py::arg("n"), py::arg("replicas"))
       .def("is_completed", &Mean::is_completed, unlocked())
       .def("wait", &Mean::wait, unlocked());
 
