@@ -86,7 +86,8 @@ def test_tests_for_a_gpu_pass_under_the_emulator(emulated: dict[str, str]) -> No
 @pytest.mark.timeout(BUILD_SECONDS + TEST_SECONDS)
 def test_ranks_over_nccl(emulated: dict[str, str]) -> None:
     """What syncs over NCCL promise, with processes as ranks and a library of sockets."""
-    tests = [str(ROOT / "python_tests" / name) for name in ("test_nccl_ranks.py", "test_nccl_mesh.py")]
+    names = ("test_nccl_ranks.py", "test_nccl_mesh.py")
+    tests = [str(ROOT / "python_tests" / name) for name in names]
     assert passed("-q", "-p", "no:cacheprovider", *tests, env=emulated) >= 26
 
 
