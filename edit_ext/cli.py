@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, Command] = {
     "train": Command("train a language model on this machine", "edit_ext.launch", "train"),
     "doctor": Command("what was built, and what works on this machine", "edit_ext.doctor"),
     "bench": Command("measure: kernels", "edit_ext.bench.__main__"),
+    "export": Command("the agreed model of a checkpoint as a plain file", "edit_ext.export"),
     "report": Command("draw what runs have recorded", "edit_ext.report"),
 }
 

@@ -76,6 +76,10 @@ class RankGroup:
         mine = torch.tensor(values, dtype=torch.int64)
         return [part.tolist() for part in self._gather(mine, what)]
 
+    def gather_tensor(self, mine: Tensor, what: str) -> list[Tensor]:
+        """All members' tensors of the host, of one shape and dtype, by member."""
+        return self._gather(mine, what)
+
     def gather_text(self, text: str, what: str) -> list[str]:
         """All members' texts, of any length, by member."""
         raw = text.encode()

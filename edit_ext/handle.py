@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from .engine import Engine
 from .explain import explain
 from .fsdp import data_seat
 from .state import load_state_dict, state_dict
+
+if TYPE_CHECKING:
+    import torch.distributed.checkpoint as dcp
+
+    from .checkpoint import Checkpoint
 
 
 class Handle:
@@ -198,6 +205,29 @@ class Handle:
         """
         self._engine.check()
         return state_dict(self._engine)
+
+    def checkpoint(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        source: str | PathLike[str] | dcp.StorageReader | None = None,
+    ) -> Checkpoint:
+        """The whole run as a Stateful of torch.distributed.checkpoint: model, optimizer and this.
+
+        ``dcp.save({"run": sync.checkpoint(model, optimizer)}, checkpoint_id=path)`` after a step,
+        from all ranks; ``async_save`` likewise. To go on, attach first, then
+        ``dcp.load({"run": sync.checkpoint(model, optimizer, path)}, checkpoint_id=path)``. The
+        numbers of replicas and shards may differ then; edit_ext/checkpoint.py says what becomes of
+        each replica.
+
+        source: what is going to be loaded; not needed to save.
+        Raises ValueError when `source` is no such checkpoint.
+        """
+        from .checkpoint import Checkpoint  # loads DCP
+
+        self._engine.check()
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        return Checkpoint(self._engine, model, optimizers, source)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was saved: attach first, then load model, optimizer and this.

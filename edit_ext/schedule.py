@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from .config import EDiT
 
@@ -52,6 +53,11 @@ class Clock:
         self.step += 1
         if is_due(self.step, self.config):
             self.armed = True
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take over the counts of a checkpoint."""
+        for name in ("step", "sync_index", "window_steps", "anchored", "armed"):
+            setattr(self, name, saved[name])
 
     def begin_sync(self) -> tuple[int, int]:
         """Start the next sync; returns its index (from 1) and the steps in the window it closes."""

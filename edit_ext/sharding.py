@@ -27,6 +27,20 @@ def local(tensor: Tensor) -> Tensor:
     return shard.detach()
 
 
+def from_local(shard: Tensor, like: Tensor) -> Tensor:
+    """The DTensor of which this rank holds `shard`, cut and placed as `like`."""
+    kind: Any = type(like.detach())
+    made: Tensor = kind.from_local(
+        shard,
+        like.device_mesh,  # type: ignore[attr-defined]
+        like.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return made
+
+
 def shard_ranks(params: Iterable[tuple[str, Tensor]]) -> list[int] | None:
     """Global ranks that together hold one replica, in order; None where nothing is sharded."""
     ranks: set[int] = set()

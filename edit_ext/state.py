@@ -57,12 +57,7 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
     """Take over a state; nothing is changed if it does not fit. See `Handle.load_state_dict`."""
     _refuse_open_sync(engine, "load_state_dict()")
     _check(engine, state)
-    clock = engine.clock
-    clock.step = state["step"]
-    clock.sync_index = state["sync_index"]
-    clock.window_steps = state["window_steps"]
-    clock.anchored = state["anchored"]
-    clock.armed = state["armed"]
+    engine.clock.restore(state)
     engine.syncs.outer_lr = state["outer_lr"]
     if state["order"]:
         places = {unit.name: index for index, unit in enumerate(engine.plan.units)}

@@ -63,6 +63,7 @@ class Syncs:
         self._visited = list(plan.root)
         self._forward_seen = False
         self.recording = True
+        self._ordered = False  # the order of layers is fixed, on all ranks
         self.said_done = False  # in the last sync that has begun
         # What has finished and not been counted: (step, layer), None at the end of a sync. A GPU
         # tells its statistics when it gets there, and nobody waits for it.
@@ -84,6 +85,7 @@ class Syncs:
     def set_order(self, order: list[int]) -> None:
         """Fix the order for the rest of the training."""
         self.pipeline.order = [*range(len(self.plan.units), len(self.layers)), *order]
+        self._ordered = True
         self.recording = False
 
     def enter_forward(self) -> None:
@@ -135,7 +137,7 @@ class Syncs:
         self.settle()
         self.refresh()
         self._renew_buffers()
-        if self._clock.sync_index == 0:
+        if not self._ordered:
             self._agree_on_order()
         sync_index, steps = self._clock.begin_sync()
         if self._mesh.heartbeat is not None:

@@ -269,21 +269,24 @@ void Layer::restore() {
 
 at::Tensor Layer::anchor() const { return anchor_.narrow(0, 0, size_); }
 
-std::vector<at::Tensor> Layer::anchor_like() const {
+std::vector<at::Tensor> Layer::split(const at::Tensor& flat) const {
+  check_flat(flat, "layer " + name_ + ": flat", flat.device(), at::kFloat, size_);
   std::vector<at::Tensor> parts;
-  for (size_t i = 0; i < params_.size(); ++i) parts.push_back(part_of(anchor_, i).clone());
+  for (size_t i = 0; i < params_.size(); ++i) parts.push_back(part_of(flat, i).clone());
   return parts;
 }
 
-void Layer::load_anchor(const std::vector<at::Tensor>& tensors) {
+at::Tensor Layer::join(const std::vector<at::Tensor>& tensors) const {
   c10::NoGradGuard no_grad;
   TORCH_CHECK_VALUE(tensors.size() == params_.size(), "layer ", name_, ": got ", tensors.size(),
                     " tensors; expected ", params_.size());
+  at::Tensor flat = at::zeros_like(anchor_);
   for (size_t i = 0; i < params_.size(); ++i) {
     TORCH_CHECK_VALUE(tensors[i].sizes() == params_[i].sizes(), "layer ", name_, ": tensors[", i,
                       "] has shape ", tensors[i].sizes(), "; expected ", params_[i].sizes());
+    part_of(flat, i).copy_(tensors[i]);
   }
-  for (size_t i = 0; i < params_.size(); ++i) part_of(anchor_, i).copy_(tensors[i]);
+  return flat;
 }
 
 }  // namespace edit_ext

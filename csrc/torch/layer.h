@@ -52,9 +52,13 @@ class Layer {
   const LayerStats& stats();
   at::Tensor anchor() const;  // [size] fp32
   at::Tensor momentum() const { return momentum_; }
-  at::Tensor detector() const { return detector_; }          // [replicas, 5] fp64
-  std::vector<at::Tensor> anchor_like() const;               // fp32, shaped like the parameters
-  void load_anchor(const std::vector<at::Tensor>& tensors);  // the inverse
+  at::Tensor detector() const { return detector_; }  // [replicas, 5] fp64
+  // Copies of the parts of a flat fp32 tensor of size() elements or more, shaped like the
+  // parameters; and the inverse, [replicas * piece].
+  std::vector<at::Tensor> split(const at::Tensor& flat) const;
+  at::Tensor join(const std::vector<at::Tensor>& tensors) const;
+  std::vector<at::Tensor> anchor_like() const { return split(anchor_); }
+  void load_anchor(const std::vector<at::Tensor>& tensors) { anchor_.copy_(join(tensors)); }
 
  private:
   Layout layout(bool copy_in);

@@ -143,6 +143,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("capture", &Layer::capture, unlocked())
       .def("restore", &Layer::restore, unlocked())
       .def("stats", &stats)
+      .def("split", &Layer::split, py::arg("flat"))
+      .def("join", &Layer::join, py::arg("tensors"))
       .def("anchor_like", &Layer::anchor_like)
       .def("load_anchor", &Layer::load_anchor, py::arg("tensors"))
       .def_property_readonly("name", &Layer::name)

@@ -1,0 +1,99 @@
+"""Inner optimizer states by parameter name, for checkpoints that fit other meshes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+def pack(optimizers: Optimizers, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """`groups`: JSON of all parameter groups; `state`: {name: {key: tensor or number}}.
+
+    The tensors are the optimizers' own. Raises ValueError for a parameter that two of them step.
+    """
+    state: dict[str, dict[str, Any]] = {}
+    for optimizer in optimizers:
+        for param, own in optimizer.state.items():
+            if names[param] in state:
+                raise ValueError(f"two optimizers hold a state of the parameter {names[param]!r}")
+            state[names[param]] = dict(own)
+    return {"groups": json.dumps(_groups(optimizers, names)), "state": state}
+
+
+def room(saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """What `pack` would give once loaded, with memory for the values.
+
+    saved: "name.key" of every state in the checkpoint, with DCP's description of it. Raises
+    ValueError for a state of a parameter that is not here.
+    """
+    params = {name: param for param, name in names.items()}
+    state: dict[str, dict[str, Any]] = {}
+    for path, what in saved.items():
+        name, _, key = path.rpartition(".")
+        if name not in params:
+            raise ValueError(f"the checkpoint has an optimizer state of {name!r}, unknown here")
+        size = getattr(what, "size", None)
+        value: Any = 0  # a number: DCP puts the saved one in its place
+        if size is not None:
+            like, dtype = params[name], what.properties.dtype
+            value = torch.zeros(size, dtype=dtype)
+            if tuple(size) == tuple(like.shape):
+                value = torch.zeros_like(like, dtype=dtype).detach()
+        state.setdefault(name, {})[key] = value
+    return {"groups": "", "state": state}
+
+
+def unpack(
+    optimizers: Optimizers, names: Mapping[nn.Parameter, str], packed: Mapping[str, Any]
+) -> None:
+    """Take over groups and states. Raises ValueError when the groups hold other parameters."""
+    saved, here = json.loads(packed["groups"]), _groups(optimizers, names)
+    for number, (theirs, ours) in enumerate(zip(saved, here, strict=False)):
+        if theirs["params"] != ours["params"]:
+            raise ValueError(
+                f"parameter group {number} of the optimizer holds {ours['params']}; the checkpoint "
+                f"has {theirs['params']} there"
+            )
+    if len(saved) != len(here):
+        raise ValueError(
+            f"the optimizer has {len(here)} parameter groups, the checkpoint {len(saved)}"
+        )
+    groups = iter(saved)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for key, value in next(groups).items():
+                if key != "params":
+                    group[key] = _as(value, group.get(key))
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if names[param] in packed["state"]:
+                    optimizer.state[param] = dict(packed["state"][names[param]])
+
+
+def _groups(optimizers: Optimizers, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
+    return [
+        {
+            key: [names[p] for p in value] if key == "params" else _plain(value)
+            for key, value in group.items()
+        }
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _as(saved: Any, here: Any) -> Any:
+    """JSON knows no tuple and no tensor: what is here now says which it was."""
+    if isinstance(here, Tensor):
+        return here.fill_(saved)
+    return tuple(saved) if isinstance(here, tuple) else saved
