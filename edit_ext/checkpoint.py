@@ -51,7 +51,7 @@ class Checkpoint:
         source: Source | None,
     ) -> None:
         self._engine, self._model, self._optimizers = engine, model, list(optimizers)
-        self._names = {p: clean(name) for name, p in model.named_parameters()}
+        self._names: dict[Tensor, str] = {p: clean(n) for n, p in model.named_parameters()}
         self._saved = saved_in(source, set(engine.syncs.trainable)) if source is not None else None
         replicas = self._saved.replicas if self._saved else engine.mesh.replica.size
         self._own = f"replica{engine.mesh.replica.rank % replicas}"

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
 
-def pack(optimizers: Optimizers, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+def pack(optimizers: Optimizers, names: Mapping[Tensor, str]) -> dict[str, Any]:
     """`groups`: JSON of all parameter groups; `state`: {name: {key: tensor or number}}.
 
     The tensors are the optimizers' own. Raises ValueError for a parameter that two of them step.
@@ -26,7 +26,7 @@ def pack(optimizers: Optimizers, names: Mapping[nn.Parameter, str]) -> dict[str,
     return {"groups": json.dumps(_groups(optimizers, names)), "state": state}
 
 
-def room(saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+def room(saved: Mapping[str, Any], names: Mapping[Tensor, str]) -> dict[str, Any]:
     """What `pack` would give once loaded, with memory for the values.
 
     saved: "name.key" of every state in the checkpoint, with DCP's description of it. Raises
@@ -49,9 +49,7 @@ def room(saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> dict[st
     return {"groups": "", "state": state}
 
 
-def unpack(
-    optimizers: Optimizers, names: Mapping[nn.Parameter, str], packed: Mapping[str, Any]
-) -> None:
+def unpack(optimizers: Optimizers, names: Mapping[Tensor, str], packed: Mapping[str, Any]) -> None:
     """Take over groups and states. Raises ValueError when the groups hold other parameters."""
     saved, here = json.loads(packed["groups"]), _groups(optimizers, names)
     for number, (theirs, ours) in enumerate(zip(saved, here, strict=False)):
@@ -77,7 +75,7 @@ def unpack(
                     optimizer.state[param] = dict(packed["state"][names[param]])
 
 
-def _groups(optimizers: Optimizers, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
+def _groups(optimizers: Optimizers, names: Mapping[Tensor, str]) -> list[dict[str, Any]]:
     return [
         {
             key: [names[p] for p in value] if key == "params" else _plain(value)
