@@ -79,17 +79,22 @@ def _bytes(engine: Engine, due: int, last: int) -> list[str]:
     ]
 
 
+def memory(engine: Engine) -> dict[str, int]:
+    """Bytes that attach has added on this rank so far, by kind."""
+    layers = engine.syncs.layers
+    momenta = [layer.momentum for layer in layers]
+    return {
+        "anchors": sum(layer.anchor.nbytes for layer in layers),
+        "outer momentum": sum(m.nbytes for m in momenta if m is not None),
+        "detectors": sum(layer.detector.nbytes for layer in layers),
+        "buffers of layers in flight": engine.syncs.pool.bytes,
+    }
+
+
 def _memory(engine: Engine) -> list[str]:
-    """Bytes that attach added on this rank, by kind."""
-    anchors = sum(layer.anchor.numel() * 4 for layer in engine.syncs.layers)
-    momenta = sum(
-        m.numel() * 4 for m in (layer.momentum for layer in engine.syncs.layers) if m is not None
-    )
-    detectors = sum(layer.detector.numel() * 8 for layer in engine.syncs.layers)
-    return [
-        f"memory: anchors {_size(anchors)}, outer momentum {_size(momenta)}, detectors "
-        f"{_size(detectors)}, buffers of layers in flight {_size(engine.syncs.pool.bytes)} so far"
-    ]
+    kinds = memory(engine)
+    listed = ", ".join(f"{kind} {_size(count)}" for kind, count in kinds.items())
+    return [f"memory: {_size(sum(kinds.values()))} on this rank so far: {listed}"]
 
 
 def _count(number: int, thing: str) -> str:

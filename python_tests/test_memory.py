@@ -1,0 +1,72 @@
+"""What explain() says of memory, against what the process really holds."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from nets import sgd
+from ranks import Ranks
+from torch import nn
+
+import edit_ext
+from edit_ext.explain import memory
+
+WIDTH, LAYERS = 1024, 24  # 25 M parameters: 100 MB of anchors
+
+
+class Heap(ctypes.Structure):
+    """glibc's mallinfo2: all arenas together, and what was mapped apart from them."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+            "fordblks", "keepcost",
+        )
+    )  # fmt: skip
+
+
+def held() -> int:
+    """Bytes that this process has allocated and not freed."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = Heap
+    heap = mallinfo2()
+    return int(heap.uordblks + heap.hblkhd)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.ones(1, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def grown(prefetch: int) -> tuple[int, dict[str, int]]:
+    """Memory gained from before attach to after three syncs, and what explain() counts."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    optimizer = sgd(model, lr=1e-6)
+    train(model, optimizer, 2)
+    config = edit_ext.EDiT(sync_every=1, prefetch=prefetch, timeout=30.0)
+    small = nn.Linear(WIDTH, 1)
+    with edit_ext.attach(small, sgd(small), config, start="broadcast"):
+        train(small, sgd(small), 1)  # loads what attach and a sync load
+    before = held()
+    with edit_ext.attach(model, optimizer, config, start="broadcast") as sync:
+        train(model, optimizer, 4)
+        return held() - before, memory(sync._engine)
+
+
+@pytest.mark.parametrize(("replicas", "prefetch"), [(1, 2), (2, 2), (4, 2), (2, 0)])
+def test_explain_counts_what_is_there(ranks: Ranks, replicas: int, prefetch: int) -> None:
+    """Within 5 %; anchors take 4 bytes a parameter, outer momentum 4/R, buffers those of the
+    layers in flight."""
+    results = ranks.run(replicas, grown, prefetch)
+    count = WIDTH * WIDTH * LAYERS
+    for gained, kinds in results:
+        assert kinds["anchors"] == 4 * count
+        assert kinds["outer momentum"] == 4 * count / replicas
+        layer = 4 * WIDTH * WIDTH  # send; recv and merged are R pieces together
+        assert kinds["buffers of layers in flight"] <= max(prefetch, 1) * layer * 2.05
+        assert gained == pytest.approx(sum(kinds.values()), rel=0.05)
