@@ -27,7 +27,8 @@ class RankGroup:
     of one has no process group at all and every method returns at once.
 
     title: what it is called in messages, as "replica group". ranks: the members' global ranks;
-    rank: this rank's index among them; names: how messages call them.
+    rank: this rank's index among them; names: how messages call them. prefix: what no other attach
+    puts before the names of its groups, equal on all members.
     bytes_sent: what the collectives of this class have sent from this rank, as a ring would.
     broken: a collective has not been completed, so the groups cannot be used any more.
     """
@@ -40,6 +41,7 @@ class RankGroup:
         names: list[str],
         heartbeat: Heartbeat | None,
         timeout: float,
+        prefix: str,
     ) -> None:
         self.title, self.ranks, self.rank, self.size = title, ranks, rank, len(ranks)
         self.bytes_sent = 0
@@ -49,17 +51,12 @@ class RankGroup:
         self._names = names
         if self.size == 1:
             return
-        whole = self.size == dist.get_world_size()
+        patience = timedelta(seconds=max(timeout, 1.0))
         for purpose in ("payload", "scalars"):
-            duplicate = dist.new_group(
-                ranks,
-                timeout=timedelta(seconds=max(timeout, 1.0)),
-                backend="gloo",
-                use_local_synchronization=not whole,
-                group_desc=f"edit_ext {purpose}",
-            )
-            distributed_c10d._set_pg_timeout(PATIENCE, duplicate)
-            self.groups.append(duplicate)
+            name = f"{prefix}/{purpose}/{'-'.join(map(str, ranks))}"
+            group = _new_group(ranks, rank, name, patience)
+            distributed_c10d._set_pg_timeout(PATIENCE, group)
+            self.groups.append(group)
 
     def comm(self) -> _C.Comm | None:
         """The C++ communicator over these groups; None for a group of one."""
@@ -167,6 +164,28 @@ class RankGroup:
 def keep_for_ever(thing: object) -> None:
     """Take a reference that nothing gives back, so that `thing` is not destroyed at exit either."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _new_group(ranks: list[int], rank: int, name: str, patience: timedelta) -> dist.ProcessGroup:
+    """As dist.new_group(use_local_synchronization=True), under a name of ours.
+
+    That takes its name from the number of groups that this rank is in: ranks with different numbers
+    would wait for each other in vain, and a group made after another one was destroyed would find
+    its addresses in the store.
+    """
+    group: dist.ProcessGroup
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        rank,
+        ranks,
+        "gloo",
+        distributed_c10d._get_default_store(),
+        group_name=name,  # type: ignore[arg-type]
+        timeout=patience,
+        group_desc=name,
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(ranks)}
+    return group
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

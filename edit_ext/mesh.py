@@ -51,7 +51,7 @@ class ReplicaMesh:
             ranks = [grid.ranks[r][s] for r, s in seats]
             names = [grid.name(r, s) for r, s in seats]
             own = seats.index((grid.replica, grid.shard))
-            return RankGroup(title, ranks, own, names, self.heartbeat, timeout)
+            return RankGroup(title, ranks, own, names, self.heartbeat, timeout, grid.prefix)
 
         replicas, shards = range(len(grid.ranks)), range(len(grid.ranks[0]))
         self.replica = group_of("replica group", [(r, grid.shard) for r in replicas])
