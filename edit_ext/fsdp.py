@@ -1,11 +1,12 @@
 """FSDP2: its parameter groups as layers, and weights that it gathered before we write.
 
 What FSDP2 has gathered is a copy: a write to the sharded parameters reaches a forward only if the
-gather comes after it. That can fail in five ways, each with a test by value in
-python_tests/test_fsdp_gather.py: a module prefetched by another one's forward; a root, or a module
+gather comes after it. That can fail in six ways, each with a test by value in
+python_tests/test_fsdp_gather.py or test_fsdp_loops.py: a module prefetched by another one's forward; a root, or a module
 with reshard_after_forward=False, still unsharded after a forward without backward; the user's own
-unshard(), finished or pending; a second module of one parameter group; and, on a GPU, a gather on a
-stream that does not wait for the stream we write on.
+unshard(), finished or pending, before a forward or inside it; an evaluation in the middle of a sync
+whose forward has raised; a second module of one parameter group; and, on a GPU, a gather on a stream
+that does not wait for the stream we write on.
 
 Private names of torch, all in this file; the tests above fail where one stops doing its work:
 of FSDPModule _get_fsdp_state; of its state _fsdp_param_groups (_fsdp_param_group before there were
@@ -86,9 +87,7 @@ def gather(module: nn.Module) -> None:
 
 
 def gathers(module: nn.Module) -> list[nn.Module]:
-    """The FSDP2 modules that the forward of `module` gathers: itself and what it prefetches."""
-    if not is_fsdp(module):
-        return []
+    """The FSDP2 modules that the forward of one gathers: itself and what it prefetches."""
     ahead = _state(module)._states_to_forward_prefetch
     return [module, *(other for state in ahead for other in state._modules[:1])]
 

@@ -43,6 +43,9 @@ class Plan:
     """Why all layers are waited for before the root's forward; None when they are not."""
     sharded: dict[nn.Module, int] = field(default_factory=dict)
     """FSDP2 modules and the layer of what each of them gathers."""
+    behind: dict[nn.Module, list[nn.Module]] = field(default_factory=dict)
+    """Modules that wait, and the FSDP2 modules for which each of them waits: itself, or what a
+    wrapper or a compiled module around them holds."""
 
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile, activation checkpointing
@@ -87,7 +90,7 @@ def find_layers(
     for name, module in model.named_modules():
         modules.setdefault(clean(name), module)  # torch.compile's wrapper, not what it wraps
     names = [] if groups else _chosen(model, modules, layers)
-    names_of = {module: name for name, module in modules.items()}
+    names_of = {module: clean(name) for name, module in model.named_modules()}
     units = _units(model, modules, names, [(names_of[g.modules[0]], g.params) for g in groups])
     owner = {id(p): index for index, unit in enumerate(units) for p in unit.params.values()}
     uncovered = [
@@ -100,12 +103,15 @@ def find_layers(
     gathered = {id(p) for group in groups for p in group.params}
     waits = _waits(model, modules, names, {i: u for i, u in owner.items() if i not in gathered})
     sharded: dict[nn.Module, int] = {}
+    behind: dict[nn.Module, list[nn.Module]] = {}
     for group in groups:
         mine = {owner[id(p)] for p in group.params if id(p) in owner}
         for module in group.modules:
             if mine:
+                gate = _gate_name(names_of[module], modules)
                 sharded[module] = min(mine)
-                waits.setdefault(_gate_name(names_of[module], modules), set()).update(mine)
+                behind.setdefault(modules[gate], []).append(module)
+                waits.setdefault(gate, set()).update(mine)
     root = sorted(waits.pop("", set()))
     whole = None
     if granularity == "model":
@@ -113,7 +119,7 @@ def find_layers(
     elif is_compiled(model):
         whole = "the root is compiled as a whole"
     gates = [] if whole else [Gate(modules[n], sorted(waits[n])) for n in modules if n in waits]
-    return Plan(units, gates, root, whole, sharded)
+    return Plan(units, gates, root, whole, sharded, behind)
 
 
 def _chosen(

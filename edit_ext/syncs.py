@@ -100,7 +100,8 @@ class Syncs:
 
     def visit(self, module: nn.Module, wanted: list[int]) -> None:
         """`module`, which needs the layers `wanted`, is about to run."""
-        gathered = fsdp.gathers(module)
+        behind = self.plan.behind.get(module, ())
+        gathered = list(dict.fromkeys(each for inner in behind for each in fsdp.gathers(inner)))
         wanted = [*wanted, *(self.plan.sharded[m] for m in gathered if m in self.plan.sharded)]
         if self.recording:
             self._visited += [i for i in dict.fromkeys(wanted) if i not in self._visited]
@@ -201,6 +202,9 @@ class Syncs:
                 self._mesh.heartbeat.reached(self._clock.sync_index)
 
     def _layer_done(self, index: int) -> None:
+        # A forward that the sync did not wait for may have gathered it: an evaluation after one
+        # that raised, or the user's unshard() ahead of the module.
+        fsdp.reshard(module for module, layer in self.plan.sharded.items() if layer == index)
         self._unsettled.append((self._clock.step, self.layers[index]))
         self.settle(wait=False)
 

@@ -1,4 +1,4 @@
-"""What FSDP2 has gathered before we write: five ways to compute with old weights, by value.
+"""What FSDP2 has gathered before we write: six ways to compute with old weights, by value.
 
 In the forward of a sync every module must see the whole new weights. Each way is also run with the
 part of edit_ext/fsdp.py that handles it taken out, which must show.
@@ -46,6 +46,17 @@ def grouped(model: nn.Module, mesh: Any) -> None:
     fully_shard(model, mesh=mesh["shard"])
 
 
+def unsharding_inside(model: nn.Module, mesh: Any) -> None:
+    """The stem's forward unshards two blocks ahead, as explicit prefetching does."""
+    shards.shard(model, mesh, reshard_after_forward=False)
+
+    def ahead(module: nn.Module, args: Any) -> None:
+        model.blocks[1].unshard(async_op=True)
+        model.blocks[2].unshard()
+
+    model.stem.register_forward_pre_hook(ahead)
+
+
 def nothing(model: nn.Module) -> None:
     """A plain loop."""
 
@@ -72,6 +83,7 @@ WAYS: dict[str, tuple[Callable[[nn.Module, Any], None], Callable[[nn.Module], No
     "reshard_after_forward=False": (unreduced, evaluate),
     "unshard by the user": (plainly, gather),
     "pending unshard by the user": (plainly, gather_later),
+    "unshard inside the forward": (unsharding_inside, nothing),
     "second module of a group": (grouped, nothing),
 }
 
@@ -84,9 +96,9 @@ def seen_and_held(way: str, without: str | None) -> list[str]:
     sharded, between = WAYS[way]
     sharded(model, mesh)
     patch = pytest.MonkeyPatch()
-    if without == "gathers":
-        patch.setattr(fsdp, "gathers", lambda module: [module] if fsdp.is_fsdp(module) else [])
-    elif without == "reshard":
+    if without == "both":
+        patch.setattr(fsdp, "gathers", lambda module: [module])
+    if without is not None:
         patch.setattr(fsdp, "reshard", lambda modules: None)
         patch.setattr(IdentityWatch, "check", lambda self, model: None)  # it would notice first
     optimizer = nets.sgd(model)
@@ -131,11 +143,12 @@ def test_every_module_sees_the_new_weights(ranks: Ranks, way: str) -> None:
 @pytest.mark.parametrize(
     ("way", "without"),
     [
-        ("prefetch", "gathers"),
+        ("prefetch", "both"),
         ("root after an eval forward", "reshard"),
         ("reshard_after_forward=False", "reshard"),
         ("unshard by the user", "reshard"),
         ("pending unshard by the user", "reshard"),
+        ("unshard inside the forward", "reshard"),
     ],
 )
 def test_the_check_bites(ranks: Ranks, way: str, without: str) -> None:
