@@ -74,8 +74,10 @@ class GradientAverager:
             )
         if not self._running:
             self._start()
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._finish_backward)
+            # Twice, to be behind the callbacks that are queued while the backward runs: in one of
+            # them FSDP2 reduces the last gradients.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._finish_backward))
         self._missing[self._bucket_of[index]] -= 1
         while len(self._works) < len(self._buckets) and self._missing[len(self._works)] <= 0:
             self._launch()
