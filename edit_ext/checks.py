@@ -191,7 +191,7 @@ class IdentityWatch:
             if param is not seen.param:
                 raise RuntimeError(
                     f"parameter {name!r} was replaced by another object after attach (as "
-                    f"load_state_dict(assign=True) or a resize does); {again}"
+                    f"fully_shard, load_state_dict(assign=True) or a resize does); {again}"
                 )
             if param.requires_grad and not seen.trainable:
                 raise RuntimeError(

@@ -1,12 +1,12 @@
 """FSDP2: its parameter groups as layers, and weights that it gathered before we write.
 
 What FSDP2 has gathered is a copy: a write to the sharded parameters reaches a forward only if the
-gather comes after it. That can fail in six ways, each with a test by value in
-python_tests/test_fsdp_gather.py or test_fsdp_loops.py: a module prefetched by another one's forward; a root, or a module
-with reshard_after_forward=False, still unsharded after a forward without backward; the user's own
-unshard(), finished or pending, before a forward or inside it; an evaluation in the middle of a sync
-whose forward has raised; a second module of one parameter group; and, on a GPU, a gather on a stream
-that does not wait for the stream we write on.
+gather comes after it. That can fail in seven ways, each with a test by value in test_fsdp_gather.py
+or test_fsdp_loops.py: a module prefetched by another one's forward; a root, or a module with
+reshard_after_forward=False, still unsharded after a forward without backward; the user's own
+unshard() before a forward, finished or pending; one inside a forward, ahead of the module; an
+evaluation in the middle of a sync, after a forward that raised; a second module of one parameter
+group; and, on a GPU, a gather on a stream that does not wait for the stream we write on.
 
 Private names of torch, all in this file; the tests above fail where one stops doing its work:
 of FSDPModule _get_fsdp_state; of its state _fsdp_param_groups (_fsdp_param_group before there were
@@ -47,17 +47,22 @@ def fsdp_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def param_groups(model: nn.Module) -> list[ParamGroup]:
-    """All parameter groups, outer ones first. Parameters must be sharded; see `reshard`.
-
-    Raises ValueError for a module that FSDP2 itself replicates.
-    """
+    """All parameter groups, outer ones first. Parameters must be sharded; see `reshard`."""
     found: dict[int, ParamGroup] = {}
     for module in fsdp_modules(model):
         state = _state(module)
         if id(state) in found:
             found[id(state)].modules.append(module)
             continue
-        for group in _groups(state):
+        params = [p.sharded_param for group in _groups(state) for p in group.fsdp_params]
+        found[id(state)] = ParamGroup([module], params)
+    return list(found.values())
+
+
+def refuse_hybrid(model: nn.Module) -> None:
+    """Raise ValueError for a module that FSDP2 itself replicates."""
+    for module in fsdp_modules(model):
+        for group in _groups(_state(module)):
             if hasattr(group.mesh_info, "replicate_process_group"):
                 raise ValueError(
                     f"fully_shard was given a mesh that also replicates ({group.mesh_info.mesh}): "
@@ -65,9 +70,6 @@ def param_groups(model: nn.Module) -> list[ParamGroup]:
                     "nothing local. Give fully_shard the shard dimension alone, as mesh['shard'], "
                     "and attach(..., mesh=mesh) the whole mesh"
                 )
-        params = [p.sharded_param for group in _groups(state) for p in group.fsdp_params]
-        found[id(state)] = ParamGroup([module], params)
-    return list(found.values())
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

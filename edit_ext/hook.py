@@ -112,6 +112,7 @@ def _meet(
     """Find this rank's replica and shards, and its peers."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    fsdp.refuse_hybrid(model)
     fsdp.reshard(fsdp.fsdp_modules(model))
     if mesh is not None:
         if group is not None:

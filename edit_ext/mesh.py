@@ -39,6 +39,8 @@ class ReplicaMesh:
         replica_ranks = [0] if alone else _members(group)
         shard_ranks = shard_ranks or [rank]
         grid = Grid([[rank]], 0, 0, "")
+        if problem is not None and len(replica_ranks) == 1:
+            raise RuntimeError(f"attach was refused on rank {rank}: {problem}")
         if len(replica_ranks) > 1 or len(shard_ranks) > 1:
             store = distributed_c10d._get_default_store()
             grid = find_grid(store, rank, replica_ranks, shard_ranks, problem, timeout)

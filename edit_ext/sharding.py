@@ -96,16 +96,17 @@ def replica_group(mesh: Any, model: nn.Module) -> dist.ProcessGroup:
             f"mesh has {mesh.ndim} dimensions without names; pass mesh_dim_names to "
             "init_device_mesh, or the replica group as group="
         )
-    used = {
-        name
-        for param in model.parameters()
-        if is_sharded(param)
-        for name in param.device_mesh.mesh_dim_names or ()  # type: ignore[attr-defined]
-    }
+    params: list[Any] = [p for p in model.parameters() if is_sharded(p)]
+    meshes = [p.device_mesh for p in params]
+    used = {name for each in meshes for name in each.mesh_dim_names or ()}
     if not used:
+        said = "no parameter of the model is sharded"
+        if meshes:
+            said = f"the parameters are sharded over {meshes[0]}, whose dimensions have no names"
         raise ValueError(
-            f"mesh has the dimensions {names}, but no parameter of the model is sharded over one "
-            f"of them by name; pass the replicas' dimension alone, as mesh[{names[0]!r}]"
+            f"mesh has the dimensions {names}, but {said}; shard the model over one of them, as "
+            f"fully_shard(..., mesh=mesh[{names[-1]!r}]), or pass the replicas' dimension alone, "
+            f"as mesh[{names[0]!r}]"
         )
     rest = [name for name in names if name not in used]
     if len(rest) != 1:
