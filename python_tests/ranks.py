@@ -139,6 +139,8 @@ def _serve(connection: Connection, port: int) -> None:
         faulthandler.dump_traceback_later(max(seconds - 1, 1), file=sys.__stderr__)
         torch.manual_seed(rank)
         try:
+            # Before the ranks meet: in a fresh process imports take longer than some timeouts.
+            call = _resolve(module, name)
             dist.init_process_group(
                 "gloo",
                 store=dist.PrefixStore(f"job{number}", store),
@@ -146,7 +148,7 @@ def _serve(connection: Connection, port: int) -> None:
                 world_size=world,
                 timeout=timedelta(seconds=seconds),
             )
-            outcome = Outcome(value=_resolve(module, name)(*args))
+            outcome = Outcome(value=call(*args))
         except BaseException as error:
             text = "".join(traceback.format_exception(error))
             outcome = Outcome(error=f"{type(error).__name__}: {error}", trace=text)
