@@ -68,6 +68,13 @@ EDIT_HD int64_t counted_in_piece(const LayerView& v) {
   return left < 0 ? 0 : left < n ? left : n;
 }
 
+// Whether step 9 writes nothing: the sync was void, or there is no anchor to go back to. The pass
+// by itself, as an operator, comes without a decision.
+EDIT_HD bool stays_local(const LayerView& v) {
+  if (v.decision == nullptr) return false;
+  return v.decision->skip == kVoid || (!v.anchored && v.decision->skip != kNoSkip);
+}
+
 // Piece r as this rank received it; its own was never sent.
 EDIT_HD char* received(const LayerView& v, int r) {
   if (r == v.replica) return static_cast<char*>(v.send) + wire_bytes(v.wire, r * v.piece);

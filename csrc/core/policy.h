@@ -31,6 +31,7 @@ struct Policy {
   double ema_alpha = 0.02;
   double temperature = 1.0;
   double clip_norm = 10.0;  // <= 0: no clipping
+  int64_t min_steps = 0;    // of all replicas together, else the sync is void
 };
 
 // Statistics of one replica in one layer, as checkpointed: mean and variance of the raw EMA
@@ -58,11 +59,18 @@ enum Status : int32_t {
   kNonFinite = 4,  // one replica stays non-finite
 };
 
+// What a layer does instead of its outer step.
+enum Skip : int32_t {
+  kNoSkip = 0,
+  kReturn = 1,  // parameters go back to the anchor
+  kVoid = 2,    // nothing changes: parameters, anchor, momentum and detectors stay as they are
+};
+
 // The scalars of one layer in flight. They live on the device; the host copies them out when the
 // sync is over, never between its steps.
 struct Decision {
-  int32_t status, skip;
-  int32_t culprit;  // replica that kNonFinite means
+  int32_t status, skip;  // of Status, of Skip
+  int32_t culprit;       // replica that kNonFinite means
   int32_t accepted;
   double clip, merged_norm;
   uint64_t hash;
@@ -157,23 +165,33 @@ EDIT_HD void mix(uint64_t& hash, uint64_t value) {
 // Step 5, before the merge: flags and weights of all replicas (Eq. 1 and 2) from the gathered
 // records. Weights of flagged and idle replicas are exactly 0 and the merge leaves them out by
 // selection. No accepted replica: the layer is skipped and every replica returns to the anchor.
+// Too few steps in the window of all replicas together (A-EDiT): the sync is void, and
+// no detector sees its norms. The sync in which all replicas end is never void: none follows that
+// could count its steps.
 EDIT_HD void decide(const Policy& p, int replicas, const NormRecord* records, Detector* detectors,
                     PerReplica* out, Decision& d) {
   d.status = kOk;
   d.culprit = -1;
   d.accepted = 0;
   double least = 0.0, total = 0.0;
+  int64_t steps = 0;
+  bool ended = true;
+  for (int r = 0; r < replicas; ++r) {
+    steps += records[r].steps;
+    ended = ended && records[r].done != 0;
+  }
+  const bool empty = !ended && steps < p.min_steps;
   for (int r = 0; r < replicas; ++r) {
     const NormRecord& rec = records[r];
     out[r].norm = finite(rec.norm2) ? sqrt(rec.norm2) : rec.norm2;
     out[r].idle = rec.steps == 0;
-    out[r].flagged = !out[r].idle && judge(detectors[r], out[r].norm, p);
+    out[r].flagged = !empty && !out[r].idle && judge(detectors[r], out[r].norm, p);
     if (rec.sync_index != records[0].sync_index) d.status |= kWrongSync;
     if (detectors[r].nonfinite_in_a_row > p.max_flags_in_a_row) {
       d.status |= kNonFinite;
       d.culprit = r;
     }
-    if (!out[r].flagged && !out[r].idle) {
+    if (!empty && !out[r].flagged && !out[r].idle) {
       if (d.accepted == 0 || out[r].norm < least) least = out[r].norm;
       d.accepted += 1;
       total += static_cast<double>(rec.steps);
@@ -183,7 +201,7 @@ EDIT_HD void decide(const Policy& p, int replicas, const NormRecord* records, De
   for (int pass = 0; pass < 2; ++pass) {
     for (int r = 0; r < replicas; ++r) {
       double w = 0.0;
-      if (!out[r].flagged && !out[r].idle) {
+      if (!empty && !out[r].flagged && !out[r].idle) {
         if (p.weighting == Weighting::uniform) w = 1.0 / d.accepted;
         if (p.weighting == Weighting::steps) w = static_cast<double>(records[r].steps) / total;
         if (p.weighting == Weighting::softmax) {
@@ -194,7 +212,7 @@ EDIT_HD void decide(const Policy& p, int replicas, const NormRecord* records, De
       out[r].weight = w > 0.0 ? static_cast<float>(w / sum) : 0.0f;
     }
   }
-  d.skip = d.accepted == 0;
+  d.skip = empty ? kVoid : d.accepted == 0 ? kReturn : kNoSkip;
   uint64_t hash = 0xcbf29ce484222325ull;
   for (int r = 0; r < replicas; ++r) {
     mix(hash, bits_of(out[r].weight));
@@ -206,6 +224,8 @@ EDIT_HD void decide(const Policy& p, int replicas, const NormRecord* records, De
   mix(hash, bits_of(p.outer_momentum));
   mix(hash, bits_of(p.clip_norm));
   mix(hash, static_cast<uint64_t>(p.outer) << 1 | static_cast<uint64_t>(p.nesterov));
+  mix(hash, static_cast<uint64_t>(p.min_steps));
+  mix(hash, static_cast<uint64_t>(d.skip));
   d.hash = hash;
 }
 
@@ -219,12 +239,12 @@ EDIT_HD void decide_clip(const Policy& p, int ranks, const MergeRecord* records,
   }
   d.merged_norm = finite(norm2) ? sqrt(norm2) : norm2;
   d.clip = 1.0;
-  if (!finite(norm2)) d.skip = 1;
+  const bool failed = !finite(norm2) || d.status != kOk;
+  if (failed && d.skip != kVoid) d.skip = kReturn;
   if (p.clip_norm > 0.0 && d.merged_norm > 0.0) {
     const double ratio = p.clip_norm / (d.merged_norm + 1e-6);
     if (ratio < 1.0) d.clip = ratio;
   }
-  if (d.status != kOk) d.skip = 1;
 }
 
 }  // namespace edit_ext

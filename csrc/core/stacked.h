@@ -42,7 +42,7 @@ EDIT_HD int diagonal(int replicas, int r) { return r * replicas - r * (r - 1) / 
 // Eq. 1 and 2 from the diagonal. gram: [R (R + 1) / 2] fp64.
 EDIT_HD void decide_stacked(const Policy& p, int replicas, const double* gram, Detector* detectors,
                             PerReplica* out, Decision& d) {
-  NormRecord records[kMaxStacked];
+  NormRecord records[kMaxStacked] = {};
   for (int r = 0; r < replicas; ++r) records[r] = {gram[diagonal(replicas, r)], 0, 1, 0};
   decide(p, replicas, records, detectors, out, d);
 }

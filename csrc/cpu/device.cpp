@@ -133,7 +133,7 @@ void CpuDevice::outer_step(const LayerView& v, const Policy& p) {
 }
 
 void CpuDevice::write_back(const LayerView& v) {
-  if (!v.anchored && v.decision->skip) return;  // nothing was agreed: values stay local
+  if (stays_local(v)) return;
   const bool stream = streams(v.size);
   for_chunks(v, [&](int64_t, const Chunk& c, const TensorView& t) {
     const int64_t flat = t.offset + c.start;

@@ -109,7 +109,7 @@ __device__ void write_back_chunk(const PlaceIn<DeviceTensor>& c, const LayerView
 template <class W>
 __global__ void __launch_bounds__(kThreads)
     write_back_kernel(const __grid_constant__ Tensors tensors, const LayerView v) {
-  if (!v.anchored && v.decision->skip) return;  // nothing was agreed: values stay local
+  if (stays_local(v)) return;
   for (int64_t i = blockIdx.x; i < tensors.num_chunks; i += gridDim.x) {
     const auto c = place(tensors, i);
     switch (c.tensor->dtype) {

@@ -98,6 +98,34 @@ void passes() {
   }
 }
 
+// Too few steps: neither device changes a bit of parameters, anchor, momentum and detectors.
+void void_syncs() {
+  Policy p;
+  for (const Wire wire : {Wire::f32, Wire::bf16}) {
+    for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
+      for (const bool anchored : {true, false}) {
+        const std::vector<Shape> shapes{{8193, type, 0}, {257, type, 1}};
+        p.min_steps = 3 * 2 + 1;
+        compare_sync(shapes, wire, 1, 2, 0, p, anchored);
+        Case before(shapes, wire, 1, 2, 77), after(shapes, wire, 1, 2, 77);
+        after.v.anchored = anchored;
+        CudaDevice device(nullptr);
+        after.sync(device, p, 0);
+        CHECK(after.decision.skip == kVoid && after.decision.status == kOk);
+        for (const size_t i : {0, 1}) {
+          CHECK(after.tensors[i].equals(before.tensors[i]));
+          // Without an anchor there is none to keep: pseudo_grad takes it as zero.
+          if (anchored) CHECK(after.buffers[i].equals(before.buffers[i]));
+        }
+        CHECK(same_bits(after.detectors, before.detectors));
+        p.min_steps = 3 * 2;  // enough
+        after.sync(device, p, -1);
+        CHECK(after.decision.skip == kNoSkip && !after.tensors[0].equals(before.tensors[0]));
+      }
+    }
+  }
+}
+
 void many_tensors() {
   std::vector<Shape> shapes;
   for (int i = 0; i < 1100; ++i) shapes.push_back({i % 11 == 0 ? i : 0, DType::f32, i % 4});
@@ -272,6 +300,7 @@ void all_kernels_ran() {
 
 int main() {
   passes();
+  void_syncs();
   many_tensors();
   large_offsets();
   stacked();

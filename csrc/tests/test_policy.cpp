@@ -1,4 +1,5 @@
 // The decisions, fed with numbers worked out by hand or printed by an independent script.
+#include <cstring>
 #include <limits>
 
 #include "../core/policy.h"
@@ -158,6 +159,52 @@ void idle_replicas_have_no_say() {
   CHECK(c.d.skip == 1);
 }
 
+// Steps of all replicas together, idle and flagged ones too, against the least that is wanted.
+void too_few_steps_are_void() {
+  Policy p;
+  p.min_steps = 5;
+  p.ema_warmup = 2;
+  Case c({3.0, kNan});
+  c.detectors[0] = {0.5, 0.25, 7.0, 2.0, 1.0};
+  c.detectors[1] = {0.5, 0.25, 7.0, 0.0, 10.0};  // one more would be an error
+  const std::vector<Detector> before = c.detectors;
+  const auto untouched = [&] {
+    return std::memcmp(before.data(), c.detectors.data(), 2 * sizeof(Detector)) == 0;
+  };
+  c.records[0].steps = 4;
+  c.records[1].steps = 0;
+  c.run(p);
+  CHECK(c.d.skip == kVoid && c.d.status == kOk && c.d.accepted == 0 && untouched());
+  CHECK(!c.out[0].flagged && !c.out[0].idle && c.out[1].idle && c.out[0].norm == 3.0);
+  CHECK(c.out[0].weight == 0.0f && c.out[1].weight == 0.0f);
+  c.records[1].steps = 0;
+  c.records[1].done = 1;
+  c.run(p);
+  CHECK(c.d.skip == kVoid && untouched());  // one of them has ended, the other goes on
+  const uint64_t hash = c.d.hash;
+  const MergeRecord nothing[2] = {{0.0, hash}, {0.0, hash}};
+  decide_clip(p, 2, nothing, c.d);
+  CHECK(c.d.skip == kVoid && c.d.status == kOk);
+  const MergeRecord other[2] = {{kNan, hash}, {0.0, hash + 1}};
+  decide_clip(p, 2, other, c.d);
+  CHECK(c.d.skip == kVoid && c.d.status == kDisagree);
+
+  // What another least, or none, would have said is another decision.
+  Case same = c, more = c, ended = c;
+  p.min_steps = 6;
+  more.run(p);
+  CHECK(more.d.skip == kVoid && more.d.hash != hash);
+  p.min_steps = 4;
+  same.run(p);
+  CHECK(same.d.skip == kNoSkip && same.out[0].flagged + same.out[1].flagged == 0);
+  CHECK(same.out[0].weight == 1.0f && same.detectors[0].count == 8.0 && same.d.hash != hash);
+
+  p.min_steps = 5;
+  ended.records[0].done = 1;  // no sync follows that could count these steps
+  ended.run(p);
+  CHECK(ended.d.skip == kNoSkip && ended.out[0].weight == 1.0f && ended.detectors[0].count == 8.0);
+}
+
 void weights_by_steps_and_uniform() {
   Policy p;
   p.weighting = Weighting::steps;
@@ -202,6 +249,7 @@ int main() {
   a_lasting_shift_is_accepted();
   lasting_nan_is_an_error();
   idle_replicas_have_no_say();
+  too_few_steps_are_void();
   weights_by_steps_and_uniform();
   disagreement_is_seen();
   exponential();

@@ -105,6 +105,57 @@ void no_host_decision() {
   CHECK(!(WIFEXITED(status) && WEXITSTATUS(status) == 0));
 }
 
+// A window with too few steps: every replica keeps its own weights, to the bit, and the next sync,
+// with the steps of both windows, gives what it gives without the void one before it.
+void check_void(int replicas, int shards, Wire wire) {
+  Policy p = policy();
+  p.min_steps = 3 * replicas;
+  p.weighting = Weighting::steps;
+  const Mesh mesh(replicas, shards), twin(replicas, shards);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < replicas; ++r) {
+    for (int s = 0; s < shards; ++s) {
+      threads.emplace_back([&, r, s] {
+        const Mesh::Seat seat = mesh.seat(r, s), other = twin.seat(r, s);
+        const std::vector<float> start(1007, 1.0f);
+        RankLayer layer({1000, 7}, wire, r, replicas, s, shards, start);
+        RankLayer once({1000, 7}, wire, r, replicas, s, shards, start);
+        cpu::CpuDevice device(two_threads);
+        const auto sync = [&](RankLayer& l, const Comms& comms, const SyncTag& tag) {
+          sync_begin(device, l.view);
+          sync_exchange(device, comms, l.view, p, tag);
+          sync_finish(device, l.view);
+          CHECK(l.view.decision->status == kOk);
+        };
+        const auto train = [&](RankLayer& l) {
+          for (float& x : l.tensors[0]) x += 0.01f * static_cast<float>(r + 1);
+        };
+        for (int k = 0; k < 3; ++k) {  // momentum and detectors hold something from k = 1 on
+          train(layer);
+          train(once);
+          const auto own = layer.values(), anchor = layer.anchor, momentum = layer.momentum;
+          const std::vector<Detector> detectors(layer.view.detectors,
+                                                layer.view.detectors + replicas);
+          sync(layer, seat.comms(), {2 * k, r % 2 + 1, 0});
+          CHECK(layer.view.decision->skip == kVoid);
+          CHECK(same_bits(layer.values(), own) && same_bits(layer.anchor, anchor));
+          CHECK(same_bits(layer.momentum, momentum));
+          CHECK(std::memcmp(layer.view.detectors, detectors.data(),
+                            detectors.size() * sizeof(Detector)) == 0);
+          train(layer);
+          train(once);
+          sync(layer, seat.comms(), {2 * k + 1, 2 * (r % 2 + 1) + 1, 0});
+          sync(once, other.comms(), {k, 2 * (r % 2 + 1) + 1, 0});
+          CHECK(layer.view.decision->skip == kNoSkip && !same_bits(layer.anchor, anchor));
+          CHECK(same_bits(layer.values(), once.values()) && same_bits(layer.anchor, once.anchor));
+          CHECK(same_bits(layer.momentum, once.momentum));
+        }
+      });
+    }
+  }
+  for (std::thread& t : threads) t.join();
+}
+
 // A flat vector becomes its mean over the replicas, in the same bits everywhere; NaN stays NaN.
 void check_mean(int replicas, int n) {
   const Mesh mesh(replicas, 1);
@@ -203,6 +254,10 @@ int main() {
   }
   // bf16 keeps 8 bits of each pseudo-gradient and step: 2^-9 of a movement of about 0.02, a sync.
   check_trajectory(2, 2, Wire::bf16, 5e-4);
+  for (const Wire wire : {Wire::f32, Wire::bf16}) {
+    check_void(2, 1, wire);
+    check_void(3, 2, wire);
+  }
   for (int replicas : {2, 3, 4}) {
     for (int n : {1, 127, 1000, 200000}) check_mean(replicas, n);
   }

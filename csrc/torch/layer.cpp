@@ -179,8 +179,9 @@ void Layer::finish() {
   lane_->join(f->ticket);
   f->stall_timer->stop();
   f->write_back_timer = std::make_shared<Timer>(device_);
-  // Where the parameters live now, wherever they were at begin.
-  f->layout = layout(false);
+  // Where the parameters live now, wherever they were at begin. A void sync copies out what it
+  // copies in here.
+  f->layout = layout(f->policy.min_steps > 0);
   f->layout.describe(f->view);
   run_on(device_, [&](Device& passes) { sync_finish(passes, f->view); });
   copy_out();

@@ -65,9 +65,10 @@ py::dict stats(Layer& layer) {
   return py::dict("sync_index"_a = s.tag.sync_index, "norms"_a = norms, "weights"_a = weights,
                   "flags"_a = flags, "idle"_a = idle, "steps"_a = steps, "done"_a = done,
                   "merged_norm"_a = s.decision.merged_norm, "clip"_a = s.decision.clip,
-                  "skip"_a = s.decision.skip != 0, "begin_seconds"_a = s.begin_seconds,
-                  "exchange_seconds"_a = s.exchange_seconds, "wait_seconds"_a = s.wait_seconds,
-                  "write_back_seconds"_a = s.write_back_seconds, "bytes_sent"_a = s.bytes_sent);
+                  "skip"_a = s.decision.skip == kReturn, "void"_a = s.decision.skip == kVoid,
+                  "begin_seconds"_a = s.begin_seconds, "exchange_seconds"_a = s.exchange_seconds,
+                  "wait_seconds"_a = s.wait_seconds, "write_back_seconds"_a = s.write_back_seconds,
+                  "bytes_sent"_a = s.bytes_sent);
 }
 
 Wire wire_named(const std::string& name) {
@@ -86,7 +87,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init(&make_policy), py::kw_only(), py::arg("outer") = "sgd", py::arg("outer_lr"),
            py::arg("outer_momentum"), py::arg("nesterov"), py::arg("clip_norm"),
            py::arg("weighting"), py::arg("temperature"), py::arg("z_threshold"),
-           py::arg("ema_alpha"), py::arg("ema_warmup"), py::arg("max_flags_in_a_row"));
+           py::arg("ema_alpha"), py::arg("ema_warmup"), py::arg("max_flags_in_a_row"),
+           py::arg("min_steps") = 0);
 
   py::class_<Comm, shared_ptr<Comm>>(m, "Comm")
       .def_property_readonly("rank", &Comm::rank)

@@ -9,7 +9,7 @@ namespace edit_ext {
 Policy make_policy(const std::string& outer, double outer_lr, double outer_momentum, bool nesterov,
                    std::optional<double> clip_norm, const std::string& weighting,
                    double temperature, std::optional<double> z_threshold, double ema_alpha,
-                   int64_t ema_warmup, int64_t max_flags_in_a_row) {
+                   int64_t ema_warmup, int64_t max_flags_in_a_row, int64_t min_steps) {
   Policy p;
   TORCH_CHECK_VALUE(outer == "sgd" || outer == "replace", "outer is '", outer,
                     "'; expected 'sgd' or 'replace'");
@@ -39,6 +39,7 @@ Policy make_policy(const std::string& outer, double outer_lr, double outer_momen
                     "; expected at least 2 syncs: one norm has no variance");
   TORCH_CHECK_VALUE(max_flags_in_a_row >= 1, "max_flags_in_a_row is ", max_flags_in_a_row,
                     "; expected at least 1");
+  TORCH_CHECK_VALUE(min_steps >= 0, "min_steps is ", min_steps, "; expected at least 0");
   p.outer_lr = outer_lr;
   p.outer_momentum = outer_momentum;
   p.nesterov = nesterov;
@@ -49,6 +50,7 @@ Policy make_policy(const std::string& outer, double outer_lr, double outer_momen
   p.ema_alpha = ema_alpha;
   p.ema_warmup = static_cast<int32_t>(ema_warmup);
   p.max_flags_in_a_row = static_cast<int32_t>(max_flags_in_a_row);
+  p.min_steps = min_steps;
   return p;
 }
 
