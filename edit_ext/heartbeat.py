@@ -19,6 +19,9 @@ class Heartbeat:
     or left before a sync that this rank waits for, is reported at once. The first failure stays in
     `failure` and is handed to `on_failure` once.
 
+    A rank may also ask for a sync: the index travels with its beat, at once, and who listens to it
+    reads it within the listener's period.
+
     store: any c10d store; the thread works on a clone, that is on a connection of its own.
     names: how messages call the members; rank: this rank's index among them.
     """
@@ -39,8 +42,13 @@ class Heartbeat:
         self._on_failure = on_failure
         self._keys = [f"{prefix}/beat/{index}" for index in range(len(names))]
         self._period = min(max(timeout / 8, 0.05), 5.0)
+        self._pace = self._period  # of looking
         self._store = _own_connection(store, timeout)
         self._stop = threading.Event()
+        self._wake = threading.Event()  # there is something to say, or to do at another pace
+        self._listening: list[int] = []
+        self._asking = 0
+        self._asked: dict[int, int] = {}
         self._lock = threading.Lock()
         self._count = 0
         self._said = (ALIVE, "")
@@ -73,6 +81,25 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="edit_ext heartbeat", daemon=True)
         self._thread.start()
 
+    def listen(self, members: Sequence[int], period: float) -> None:
+        """Read what these ranks ask for every `period` seconds, more often than the others' beat.
+
+        The pace of the beats themselves stays, so a listener costs the store one short read.
+        """
+        self._listening = list(members)
+        if members:
+            self._pace = min(period, self._period)
+            self._wake.set()
+
+    def ask(self, sync_index: int) -> None:
+        """Tell the peers that this rank is about to take part in sync `sync_index`; 0: in none."""
+        self._asking = sync_index
+        self._wake.set()
+
+    def asks_for(self, sync_index: int) -> bool:
+        """Whether a peer has been heard to ask for this very sync."""
+        return sync_index in self._asked.values()
+
     def check(self) -> None:
         """Raise RuntimeError when a peer has failed, left or gone silent."""
         if self.failure is not None:
@@ -86,7 +113,7 @@ class Heartbeat:
             except Exception:  # the store may be gone with its host
                 return None
             for index, value in enumerate(values):
-                _, state, detail = value.decode().split("|", 2)
+                _, _, state, detail = value.decode().split("|", 3)
                 if index != self._rank and state == FAILED:
                     return f"{self._names[index]} failed: {detail}"
                 if index != self._rank and state == LEFT:
@@ -121,31 +148,45 @@ class Heartbeat:
             self._said = (LEFT, str(self._reached))
             self._try_to_beat()
         self._stop.set()
+        self._wake.set()
 
     def _run(self) -> None:
         """Beat and watch until stopped."""
         peers = [index for index in range(len(self._keys)) if index != self._rank]
         now = time.monotonic()
         seen: dict[int, tuple[str, float]] = dict.fromkeys(peers, ("", now))
-        store_seen = now
-        while not self._stop.wait(self._period):
+        store_seen, next_beat = now, now + self._period
+        while True:
+            woken = self._wake.wait(min(self._pace, max(next_beat - time.monotonic(), 0)))
+            if woken:
+                self._wake.clear()
+            if self._stop.is_set():
+                return
+            whole = time.monotonic() >= next_beat
+            if whole:
+                next_beat = time.monotonic() + self._period
+            members = peers if whole else self._listening
             try:
-                self._beat()
-                values = self._store.multi_get([self._keys[index] for index in peers])
+                if whole or woken:
+                    self._beat()
+                if not members:
+                    continue
+                values = self._store.multi_get([self._keys[index] for index in members])
             except Exception as error:  # any store raises its own kind
                 silent = time.monotonic() - store_seen
                 if silent > self._timeout:
                     self._fail(f"the c10d store has not answered for {silent:.1f} s ({error})")
                 continue
             now = store_seen = time.monotonic()
-            for index, value in zip(peers, values, strict=True):
+            for index, value in zip(members, values, strict=True):
                 text = value.decode()
                 if text != seen[index][0]:
                     seen[index] = (text, now)
                 self._judge(index, text, now - seen[index][1])
 
     def _judge(self, index: int, text: str, silent: float) -> None:
-        _, state, detail = text.split("|", 2)
+        _, asking, state, detail = text.split("|", 3)
+        self._asked[index] = int(asking)
         if state == LEFT:
             self._left[index] = int(detail)
             self._judge_left(index, int(detail))
@@ -172,7 +213,9 @@ class Heartbeat:
         with self._lock:
             self._count += 1
             state, detail = self._said
-            self._store.set(self._keys[self._rank], f"{self._count}|{state}|{detail}")
+            self._store.set(
+                self._keys[self._rank], f"{self._count}|{self._asking}|{state}|{detail}"
+            )
 
     def _try_to_beat(self) -> None:
         try:

@@ -90,6 +90,30 @@ def test_left() -> None:
     first.stop()
 
 
+def test_asking() -> None:
+    """A listener hears which sync a peer asks for long before the next beat is due."""
+    store, told = dist.HashStore(), []  # type: ignore[var-annotated]
+    names = ["replica 0 (rank 0)", "replica 1 (rank 1)"]
+    first, second = (Heartbeat(store, "p", rank, names, 800.0, told.append) for rank in (0, 1))
+    second._beat()
+    first.arrive()
+    second.arrive()
+    for each in (first, second):
+        each.start()  # beats every five seconds
+    first.listen([1], 0.01)
+    assert not first.asks_for(1)
+    for index in (1, 2, 0):
+        began = time.monotonic()
+        second.ask(index)
+        while not first.asks_for(index):
+            assert time.monotonic() - began < 4.0, index
+            time.sleep(0.002)
+        assert [first.asks_for(k) for k in (1, 2, 3)] == [k == index for k in (1, 2, 3)]
+    assert not told
+    first.stop()
+    second.stop()
+
+
 def test_store_gone() -> None:
     """A store that no longer answers becomes a failure after the timeout."""
 
