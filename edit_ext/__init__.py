@@ -24,10 +24,10 @@ except ImportError as error:
     ) from error
 
 from . import ops
-from .config import EDiT
+from .config import AEDiT, EDiT
 from .handle import Handle
 from .hook import attach
 
 __version__ = "0.1.0"
 
-__all__ = ["_C", "EDiT", "Handle", "attach", "ops"]
+__all__ = ["_C", "AEDiT", "EDiT", "Handle", "attach", "ops"]

@@ -107,6 +107,13 @@ class RankGroup:
         self.bytes_sent += 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size
         return dist.all_reduce(flat, group=self.groups[1], async_op=True)
 
+    def start_broadcast(self, flat: Tensor) -> Any:
+        """Begin to overwrite a flat tensor of the host, a few numbers, with that of member 0; the
+        work to `finish`."""
+        if self.rank == 0:
+            self.bytes_sent += flat.numel() * flat.element_size()
+        return dist.broadcast(flat, self.ranks[0], group=self.groups[1], async_op=True)
+
     def finish(self, work: Any, what: str) -> None:
         """Wait for a collective while the peers live; Ctrl-C is seen within milliseconds.
 

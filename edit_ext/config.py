@@ -1,4 +1,4 @@
-"""EDiT's settings: a frozen dataclass, every relation between its numbers checked when made."""
+"""The methods' settings: frozen dataclasses, every relation between numbers checked when made."""
 
 from __future__ import annotations
 
@@ -14,14 +14,9 @@ WIRES = ("fp32", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EDiT:
-    """How EDiT (arXiv 2412.07210) trains: local steps, then a sync layer by layer.
+class Method:
+    """What the methods have in common; `EDiT` and `AEDiT` say when a sync is due."""
 
-    Raises TypeError or ValueError, in a sentence, for a value that cannot work.
-    """
-
-    sync_every: int = 128
-    """Local optimizer steps between two syncs."""
     warmup_steps: int = 0
     """Optimizer steps of plain data parallel training (averaged gradients) before local steps."""
     outer_lr: float = 0.7
@@ -57,7 +52,6 @@ class EDiT:
     """Average persistent floating buffers (BatchNorm statistics) at each sync."""
 
     def __post_init__(self) -> None:
-        self._integer("sync_every", 1)
         self._integer("warmup_steps", 0)
         self._integer("ema_warmup", 2)
         self._integer("max_flags_in_a_row", 1)
@@ -92,6 +86,11 @@ class EDiT:
         """The fields as plain numbers, strings, booleans and None."""
         return asdict(self)
 
+    @property
+    def name(self) -> str:
+        """What messages and states call the method."""
+        return type(self).__name__
+
     def policy_fields(self) -> dict[str, Any]:
         """The keyword arguments of `_C.Policy` that these settings stand for."""
         return {
@@ -106,6 +105,7 @@ class EDiT:
             "ema_alpha": float(self.ema_alpha),
             "ema_warmup": self.ema_warmup,
             "max_flags_in_a_row": self.max_flags_in_a_row,
+            "min_steps": getattr(self, "min_steps", 0),
         }
 
     def _integer(self, name: str, low: int, high: int | None = None) -> None:
@@ -158,4 +158,43 @@ class EDiT:
 
 
 def _default(name: str) -> Any:
-    return next(field.default for field in fields(EDiT) if field.name == name)
+    return next(field.default for field in fields(Method) if field.name == name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EDiT(Method):
+    """How EDiT (arXiv 2412.07210) trains: local steps, then a sync layer by layer.
+
+    Raises TypeError or ValueError, in a sentence, for a value that cannot work.
+    """
+
+    sync_every: int = 128
+    """Local optimizer steps between two syncs."""
+
+    def __post_init__(self) -> None:
+        self._integer("sync_every", 1)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AEDiT(Method):
+    """How A-EDiT (arXiv 2412.07210) trains: as EDiT, but a sync is due by the clock on the wall.
+
+    Replicas of unequal speed make unequal numbers of steps in a window and do not wait for the
+    slowest. What one clock says holds for all: a replica that is due asks the others, and they take
+    part after their next step. Raises as `EDiT`.
+    """
+
+    sync_seconds: float = 600.0
+    """Seconds between two syncs, from the step after which a replica asked for one."""
+    min_steps: int = 0
+    """Steps that all replicas together must have made in a window. With fewer its sync is void: it
+    changes nothing and the window goes on; but not when every replica has ended its training."""
+
+    def __post_init__(self) -> None:
+        self._number("sync_seconds", 0.0, math.inf)
+        self._integer("min_steps", 0, 1_000_000_000_000)
+        super().__post_init__()
+
+
+METHODS = (EDiT, AEDiT)

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from . import _C
+from .alarm import Alarm
 from .comm import keep_for_ever
-from .config import EDiT
+from .config import AEDiT, Method
 from .layer import Plan
 from .mesh import ReplicaMesh
 from .schedule import Clock
@@ -48,7 +49,7 @@ class Engine:
         self,
         model: nn.Module,
         optimizers: list[torch.optim.Optimizer],
-        config: EDiT,
+        config: Method,
         plan: Plan,
         mesh: ReplicaMesh,
         lane: _C.Lane,
@@ -61,6 +62,7 @@ class Engine:
         self.ticker = Ticker(optimizers)
         self.clock = Clock(config)
         self.syncs = Syncs(model, self.clock, plan, mesh, lane, comms)
+        self.alarm = Alarm(config, self.clock, mesh) if isinstance(config, AEDiT) else None
         self.error: str | None = None
         self.closed = False
         self.paused = False
@@ -93,8 +95,7 @@ class Engine:
         with self.watched():
             if self.averager is not None:
                 self.averager.reset()
-            if self.clock.switch_pending:
-                self.syncs.switch()
+            self._switch_if_due()
             if self.clock.armed and not self.syncs.active:
                 self.syncs.start(done=False)
             self.forward_thread = self.thread
@@ -130,8 +131,7 @@ class Engine:
                 return
             if self.averager is not None and closure is None:
                 self.averager.before_step()
-            if self.clock.switch_pending:
-                self.syncs.switch()
+            self._switch_if_due()
             # With a closure the forward is still to come; another optimizer of the same logical
             # step may follow the one that armed the sync.
             again = closure is None and self.ticker.in_last_tick(optimizer)
@@ -150,6 +150,9 @@ class Engine:
         if not self.ticker.stepped(optimizer):
             return
         self.clock.tick()
+        if self.alarm is not None and self.clock.anchored:
+            with self.watched():
+                self.alarm.tick()
         self.syncs.leave_step()
         self._forward_since_tick = False
         if self.averager is not None:
@@ -189,13 +192,17 @@ class Engine:
                 self.averager.join()
             if self.clock.warming_up:
                 return
-            if self.clock.switch_pending:
-                self.syncs.switch()
+            self._switch_if_due()
+            if self.alarm is not None:
+                self.alarm.settle()
+                self.alarm.ask()
             done = False
             while not done:
                 self.syncs.start(done=True)
                 self.syncs.finish()
                 done = self.syncs.all_done()
+                if self.alarm is not None and not done:
+                    self.alarm.wait()  # else the others would sync at every step
 
     def skip_averages(self) -> None:
         """Tell the warm-up whether gradients are averaged now."""
@@ -255,6 +262,8 @@ class Engine:
         if self._foreign():
             return
         clean = self.error is None and not self.syncs.pipeline.in_flight
+        if self.alarm is not None:
+            self.alarm.leave(LEAVE_SECONDS if clean else 0.0)
         if not clean:
             _C.abort_all(self.comms.each, self.error or "the handle was closed")
         for comm in self.comms.each:
@@ -268,6 +277,12 @@ class Engine:
     def __del__(self) -> None:
         if hasattr(self, "averager") and not self.closed:
             self.close()
+
+    def _switch_if_due(self) -> None:
+        if self.clock.switch_pending:
+            self.syncs.switch()
+            if self.alarm is not None:
+                self.alarm.start()
 
     def _stick(self, reason: str) -> None:
         if self.error is None:

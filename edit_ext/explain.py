@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from .schedule import sync_steps
+from .config import AEDiT, EDiT
+from .schedule import Clock, sync_steps
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -16,15 +17,13 @@ SHOWN = 8  # steps listed before "..."
 def explain(engine: Engine, steps: int | None = None) -> str:
     """Layers in order, syncs of the next `steps` steps (default: two windows), bytes, memory."""
     config, clock, mesh = engine.config, engine.clock, engine.mesh
-    last = clock.step + (2 * config.sync_every if steps is None else steps)
+    window = config.sync_every if isinstance(config, EDiT) else 0
+    last = clock.step + (2 * window if steps is None else steps)
     due = sum(1 for _ in sync_steps(clock.step + 1, last, config))
-    shown = list(islice(sync_steps(clock.step + 1, last, config), SHOWN))
-    listed = ", ".join(map(str, shown)) + (", ..." if due > len(shown) else "")
     lines = [
-        f"EDiT over {_count(mesh.replica.size, 'replica')}{_shards(engine)}, this is "
+        f"{config.name} over {_count(mesh.replica.size, 'replica')}{_shards(engine)}, this is "
         f"{mesh.all.name(mesh.all.rank)}; step {clock.step}, {clock.sync_index} syncs so far",
-        f"syncs: a window of {config.sync_every} steps; in steps {clock.step + 1} to {last}: {due}"
-        + (f", each in the forward that follows step {listed}" if shown else ""),
+        _by_time(engine) if engine.alarm is not None else _by_steps(clock, window, last, due),
     ]
     lines.append(f"transport: {engine.transport}")
     if clock.warming_up:
@@ -40,6 +39,31 @@ def explain(engine: Engine, steps: int | None = None) -> str:
     lines.extend(_bytes(engine, due, last))
     lines.extend(_memory(engine))
     return "\n".join(lines)
+
+
+def _by_steps(clock: Clock, window: int, last: int, due: int) -> str:
+    shown = list(islice(sync_steps(clock.step + 1, last, clock.config), SHOWN))
+    listed = ", ".join(map(str, shown)) + (", ..." if due > len(shown) else "")
+    return (
+        f"syncs: a window of {window} steps; in steps {clock.step + 1} to {last}: {due}"
+        + f", each in the forward that follows step {listed}" * bool(shown)
+    )
+
+
+def _by_time(engine: Engine) -> str:
+    """Which step it will be nobody knows: another replica may ask, and steps take their time."""
+    alarm, config, mesh = engine.alarm, engine.config, engine.mesh
+    assert alarm is not None and isinstance(config, AEDiT)
+    text = f"syncs: a window of {config.sync_seconds:g} s"
+    if config.min_steps:
+        text += f" and at least {config.min_steps} steps of all replicas together"
+    if not engine.clock.anchored:
+        return text + ", the first from the end of the warm-up or the first forward"
+    if mesh.shard.rank != 0:
+        return text + f", by the clock of {mesh.shard.name(0)}"
+    if alarm.asked > engine.clock.sync_index:
+        return text + "; the next is due now"
+    return text + f"; the next in {alarm.left:.1f} s, sooner if another replica asks for it"
 
 
 def _order_known(engine: Engine) -> str:
@@ -73,8 +97,8 @@ def _bytes(engine: Engine, due: int, last: int) -> list[str]:
     return [
         f"wire {config.wire} between ranks {group.ranks}; "
         f"a peer silent for {config.timeout:g} s is given up",
-        f"each rank sends {_size(payload)} of payload per sync, {_size(payload * due)} in the "
-        f"{due} syncs above"
+        f"each rank sends {_size(payload)} of payload per sync"
+        + f", {_size(payload * due)} in the {due} syncs above" * (engine.alarm is None)
         + (f"; {_size(gradients)} per warm-up step, {warm} to come" * bool(warm)),
     ]
 

@@ -61,6 +61,15 @@ class Handle:
         return self._engine.clock.sync_index
 
     @property
+    def mean_step(self) -> float:
+        """Completed optimizer steps at the last sync, the mean over all replicas: what a learning
+        rate can follow where replicas differ in speed, since it is the same on all of them."""
+        engine = self._engine
+        engine.syncs.settle()
+        warmup = min(engine.clock.step, engine.config.warmup_steps)
+        return warmup + engine.clock.shown_steps / engine.mesh.replica.size
+
+    @property
     def data_rank(self) -> int:
         """Which part of the data this rank should read: in a model that is not sharded the index of
         the replica; shards of FSDP2 each read a part of their own."""
@@ -171,7 +180,8 @@ class Handle:
         """One record per layer per sync since the last call, oldest first; at most 65,536 are kept.
 
         Keys: step, sync_index, layer; norms, weights, flags, idle, steps (one per replica);
-        merged_norm, clip, skip; exchange_seconds; exposed_seconds, what the training thread spent
+        merged_norm, clip, skip, void (too few steps: nothing changed); exchange_seconds;
+        exposed_seconds, what the training thread spent
         (begin_seconds, waiting, write_back_seconds), so it can exceed the exchange; bytes_sent. All
         norms, weights and flags are equal on all ranks.
         """
@@ -179,12 +189,14 @@ class Handle:
         return self._engine.syncs.metrics.drain()
 
     def totals(self) -> dict[str, float]:
-        """Sums since attach: syncs, steps, bytes_sent (warm-up gradients, scalars and payload),
-        sync_seconds, exposed_sync_seconds (what the training thread spent), records_dropped."""
+        """Sums since attach: syncs, void_syncs of them, steps, bytes_sent (warm-up gradients,
+        scalars and payload), sync_seconds, exposed_sync_seconds (what the training thread spent),
+        records_dropped."""
         self._engine.syncs.settle()
         engine, totals = self._engine, self._engine.syncs.metrics.totals
         return {
             "syncs": totals.syncs,
+            "void_syncs": totals.void_syncs,
             "steps": engine.clock.step,
             "bytes_sent": engine.bytes_sent,
             "sync_seconds": totals.sync_seconds,
@@ -194,7 +206,8 @@ class Handle:
 
     def explain(self, steps: int | None = None) -> str:
         """What is going to happen: layers, order, the syncs of the next `steps` optimizer steps,
-        bytes per rank, memory and transport. Not collective."""
+        bytes per rank, memory and transport; of AEDiT the seconds to the next sync. Not
+        collective."""
         self._engine.check()
         return explain(self._engine, steps)
 

@@ -1,4 +1,4 @@
-"""attach(): turns an ordinary training loop into EDiT by hooks on the model and its optimizers."""
+"""attach(): local-update training as hooks on an ordinary loop's model and optimizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C, fsdp
 from .checks import check_average_buffers, check_model, check_optimizers
-from .config import EDiT
+from .config import METHODS, EDiT, Method
 from .engine import Engine, live_engines
 from .handle import Handle
 from .layer import Plan, find_layers
@@ -27,7 +27,7 @@ from .transport import carriers_for, check_kind, choose
 def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    config: EDiT,
+    config: Method,
     *,
     mesh: DeviceMesh | None = None,
     group: dist.ProcessGroup | None = None,
@@ -37,8 +37,8 @@ def attach(
     max_ctas: int = 0,
     comm_wrapper: Callable[[_C.Comm], _C.Comm] | None = None,
 ) -> Handle:
-    """Train `model` by EDiT (arXiv 2412.07210): local steps, a sync inside every `sync_every`-th
-    forward. The loop itself stays as it is.
+    """Train `model` by EDiT or A-EDiT (arXiv 2412.07210): local steps, and a sync inside a forward,
+    every `sync_every` steps or `sync_seconds` seconds. The loop itself stays as it is.
 
     Collective: every rank of every replica calls it with a model of the same structure. Hooks count
     `optimizer.step()` and act in training-mode forwards of `model` with gradients enabled.
@@ -75,7 +75,7 @@ def attach(
 
     # Also with bad arguments this rank meets its peers, so that they hear of it and need not wait.
     problem: Exception | None = None
-    timeout = config.timeout if isinstance(config, EDiT) else EDiT().timeout
+    timeout = config.timeout if isinstance(config, METHODS) else EDiT().timeout
     ranks = _meet(model, mesh, group, timeout, on_failure)
     try:
         optimizers: list[torch.optim.Optimizer] = []
@@ -128,13 +128,14 @@ def _meet(
 def _prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    config: EDiT,
+    config: Method,
     layers: Sequence[str | nn.Module] | None,
     start: str,
 ) -> tuple[list[torch.optim.Optimizer], Plan]:
     """What can be checked without the peers."""
-    if not isinstance(config, EDiT):
-        raise TypeError(f"config must be an edit_ext.EDiT, not {type(config).__name__}")
+    if not isinstance(config, METHODS):
+        known = " or ".join(f"edit_ext.{method.__name__}" for method in METHODS)
+        raise TypeError(f"config must be an {known}, not {type(config).__name__}")
     if start not in ("check", "broadcast"):
         raise ValueError(f"start must be 'check' or 'broadcast', but is {start!r}")
     check_model(model, warmup=config.warmup_steps > 0)

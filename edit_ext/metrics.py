@@ -16,6 +16,7 @@ class Totals:
     """Sums since attach; seconds of wall clock of this rank."""
 
     syncs: int = 0
+    void_syncs: int = 0
     sync_seconds: float = 0.0
     exposed_sync_seconds: float = 0.0
     records_dropped: int = 0
@@ -58,6 +59,7 @@ class Metrics:
                 "merged_norm": stats["merged_norm"],
                 "clip": stats["clip"],
                 "skip": stats["skip"],
+                "void": stats["void"],
                 "exchange_seconds": stats["exchange_seconds"],
                 "exposed_seconds": exposed,
                 "begin_seconds": stats["begin_seconds"],
@@ -65,13 +67,18 @@ class Metrics:
                 "bytes_sent": stats["bytes_sent"],
             }
         )
+        if stats["void"]:
+            return  # nothing is lost, nothing was decided
         self._watch_skips(layer, stats)
         self._watch_idle(layer, stats)
         self._compare(stats)
 
-    def end_sync(self) -> None:
+    def end_sync(self, *, void: bool = False) -> None:
         """All layers of a sync are recorded."""
         self.totals.syncs += 1
+        if void:
+            self.totals.void_syncs += 1
+            return
         same = self._all_same and self._compared > 0
         self._same_syncs = self._same_syncs + 1 if same else 0
         self._all_same, self._compared = True, 0

@@ -6,31 +6,42 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .config import EDiT
+from .config import EDiT, Method
 
 
-def is_due(step: int, config: EDiT) -> bool:
-    """Whether a sync is armed when `step` optimizer steps are complete (Algorithm 1)."""
+def is_due(step: int, config: Method) -> bool:
+    """Whether the number of complete optimizer steps arms a sync (Algorithm 1)."""
+    if not isinstance(config, EDiT):
+        return False  # the alarm does
     local = step - config.warmup_steps
     return local > 0 and local % config.sync_every == 0
 
 
-def sync_steps(first: int, last: int, config: EDiT) -> Iterator[int]:
+def sync_steps(first: int, last: int, config: Method) -> Iterator[int]:
     """The steps in [first, last] after which a sync is armed, in order."""
     return (step for step in range(max(first, 1), last + 1) if is_due(step, config))
+
+COUNTS = (
+    "step", "sync_index", "window_steps", "agreed_steps", "shown_steps", "anchored", "armed",
+)  # fmt: skip
 
 
 @dataclass
 class Clock:
     """Counts completed optimizer steps of this replica and the syncs that all replicas share."""
 
-    config: EDiT
+    config: Method
     step: int = 0
     """Completed optimizer steps, warm-up included."""
     sync_index: int = 0
     """Syncs begun; equal on all replicas, since every replica takes part in every sync."""
     window_steps: int = 0
-    """Local steps of this replica since the last sync."""
+    """Local steps of this replica in the window, those of void syncs included once these have
+    settled."""
+    agreed_steps: int = 0
+    """Local steps of all replicas together in the windows that are closed."""
+    shown_steps: int = 0
+    """The same and those that the last sync, if it was void, has found in the open window."""
     anchored: bool = False
     """Whether the anchors have been captured: the switch from warm-up to local steps is done."""
     armed: bool = False
@@ -56,7 +67,7 @@ class Clock:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Take over the counts of a checkpoint."""
-        for name in ("step", "sync_index", "window_steps", "anchored", "armed"):
+        for name in COUNTS:
             setattr(self, name, saved[name])
 
     def begin_sync(self) -> tuple[int, int]:
@@ -66,3 +77,14 @@ class Clock:
         self.window_steps = 0
         self.armed = False
         return self.sync_index, steps
+
+    def settle(self, steps: list[int], own: int, *, void: bool) -> None:
+        """What has become of the window that `begin_sync` closed, perhaps some steps ago.
+
+        steps: of each replica in it; own: this replica's.
+        """
+        self.shown_steps = self.agreed_steps + sum(steps)
+        if void:
+            self.window_steps += own
+        else:
+            self.agreed_steps = self.shown_steps

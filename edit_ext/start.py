@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from . import _C
 from .checks import persistent_buffers
 from .comm import RankGroup
-from .config import EDiT
+from .config import Method
 from .layer import Plan, clean
 from .mesh import ReplicaMesh
 from .sharding import describe, is_sharded, local
@@ -26,7 +26,7 @@ def agree(
     mesh: ReplicaMesh,
     model: nn.Module,
     plan: Plan | None,
-    config: EDiT,
+    config: Method,
     start: str,
     problem: Exception | None,
 ) -> None:
@@ -45,6 +45,7 @@ def agree(
     sections: dict[str, Callable[[], Rows]] = {
         "model": lambda: _structure(model),
         "settings": lambda: [
+            ["method", config.name],
             *([name, value] for name, value in config.as_dict().items()),
             ["start", start],
         ],

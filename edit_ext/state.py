@@ -11,10 +11,11 @@ import torch
 from .engine import Engine
 from .sharding import local
 
-FORMAT = 2
+FORMAT = 3
 KEYS = (
     "method", "config", "outer_lr", "replica", "replicas", "shard", "shards", "step", "sync_index",
-    "window_steps", "anchored", "armed", "order", "anchors", "layers",
+    "window_steps", "agreed_steps", "shown_steps", "anchored", "armed", "asked", "elapsed", "order",
+    "anchors", "layers",
 )  # fmt: skip
 LAYER_KEYS = ("params", "momentum_piece", "detector")
 
@@ -22,7 +23,11 @@ LAYER_KEYS = ("params", "momentum_piece", "detector")
 def state_dict(engine: Engine) -> dict[str, Any]:
     """Copies of everything that a run needs to go on exactly; see `Handle.state_dict`."""
     _refuse_open_sync(engine, "state_dict()")
-    clock = engine.clock
+    with engine.watched():
+        engine.syncs.settle()  # what a void sync gives back belongs to the window
+        if engine.alarm is not None:
+            engine.alarm.settle()
+    clock, alarm = engine.clock, engine.alarm
     anchors: dict[str, torch.Tensor] = {}
     layers: dict[str, dict[str, Any]] = {}
     for layer, unit in zip(engine.syncs.anchored_layers(), engine.plan.units, strict=True):
@@ -35,15 +40,19 @@ def state_dict(engine: Engine) -> dict[str, Any]:
         }
     return {
         "format": FORMAT,
-        "method": "EDiT",
+        "method": engine.config.name,
         "config": engine.config.as_dict(),
         "outer_lr": engine.syncs.outer_lr,
         **_seat(engine),
         "step": clock.step,
         "sync_index": clock.sync_index,
         "window_steps": clock.window_steps,
+        "agreed_steps": clock.agreed_steps,
+        "shown_steps": clock.shown_steps,
         "anchored": clock.anchored,
         "armed": clock.armed,
+        "asked": alarm.asked if alarm is not None else 0,
+        "elapsed": alarm.elapsed if alarm is not None else 0.0,
         "order": [engine.plan.units[i].name for i in engine.syncs.order()]
         if clock.sync_index
         else [],
@@ -57,7 +66,10 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
     """Take over a state; nothing is changed if it does not fit. See `Handle.load_state_dict`."""
     _refuse_open_sync(engine, "load_state_dict()")
     _check(engine, state)
+    engine.syncs.settle()  # what is still to be counted belongs to the clock of before
     engine.clock.restore(state)
+    if engine.alarm is not None:
+        engine.alarm.load(state["asked"], state["elapsed"], running=engine.clock.anchored)
     engine.syncs.outer_lr = state["outer_lr"]
     if state["order"]:
         places = {unit.name: index for index, unit in enumerate(engine.plan.units)}
@@ -99,7 +111,12 @@ def _check(engine: Engine, state: dict[str, Any]) -> None:
             f"this is no state of format {FORMAT} from Handle.state_dict(): format is {found!r}"
         )
     _refuse_missing("the state", state, KEYS)
-    here = {"method": "EDiT", **_seat(engine)}
+    if state["method"] != engine.config.name:
+        raise ValueError(
+            f"the state is of method {state['method']!r}, this run's is {engine.config.name!r}; a "
+            "state continues with the method that saved it"
+        )
+    here = _seat(engine)
     for name, value in here.items():
         if state[name] != value:
             raise ValueError(

@@ -65,6 +65,7 @@ class Syncs:
         self.recording = True
         self._ordered = False  # the order of layers is fixed, on all ranks
         self.said_done = False  # in the last sync that has begun
+        self._window = 0  # steps of this replica in the window that it closed
         # What has finished and not been counted: (step, layer), None at the end of a sync. A GPU
         # tells its statistics when it gets there, and nobody waits for it.
         self._unsettled: deque[tuple[int, _C.Layer] | None] = deque()
@@ -141,6 +142,7 @@ class Syncs:
         if not self._ordered:
             self._agree_on_order()
         sync_index, steps = self._clock.begin_sync()
+        self._window = steps
         if self._mesh.heartbeat is not None:
             self._mesh.heartbeat.waiting_for(sync_index)
         self.said_done = done
@@ -215,7 +217,7 @@ class Syncs:
         """
         while self._unsettled:
             if self._unsettled[0] is None:
-                self.metrics.end_sync()
+                self._close_window()
             else:
                 step, layer = self._unsettled[0]
                 if not (wait or layer.settled):
@@ -223,11 +225,20 @@ class Syncs:
                 self.metrics.add(step, layer.name, layer.stats())
             self._unsettled.popleft()
 
+    def _close_window(self) -> None:
+        """A sync is over and all of it is known: count the steps of its window."""
+        stats = self.layers[0].stats()
+        steps, void = stats["steps"], stats["void"] is True
+        assert isinstance(steps, list)
+        self._clock.settle(steps, self._window, void=void)
+        self.metrics.end_sync(void=void)
+
     def _policy(self, *, buffers: bool) -> _C.Policy:
         """The settings' rules, or a plain mean for the buffers."""
         fields = self._clock.config.policy_fields()
         fields["outer_lr"] = self.outer_lr
         if buffers:
+            fields["min_steps"] *= self._mesh.shard.size  # every shard tells its replica's steps
             fields.update(outer="replace", weighting="uniform", z_threshold=None, clip_norm=None)
         return _C.Policy(**fields)
 

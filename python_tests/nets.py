@@ -100,6 +100,21 @@ def plain(**changes: Any) -> edit_ext.EDiT:
     return edit_ext.EDiT(**{**fields, **changes})
 
 
+def plain_timed(**changes: Any) -> edit_ext.AEDiT:
+    """The same by the clock, which the tests bring along; a replica weighs as many steps as it
+    made."""
+    fields: dict[str, Any] = {
+        "sync_seconds": 10.0,
+        "outer_lr": 1.0,
+        "outer_momentum": 0.0,
+        "clip_norm": None,
+        "z_threshold": None,
+        "weighting": "steps",
+        "timeout": 20.0,
+    }
+    return edit_ext.AEDiT(**{**fields, **changes})
+
+
 def values(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all parameters by name."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}

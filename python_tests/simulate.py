@@ -215,7 +215,8 @@ def simulate(
     loss: Callable[[nn.Module, Any], Tensor],
     *,
     replicas: int,
-    steps: int | Sequence[int],
+    steps: int | Sequence[int] | None = None,
+    windows: Sequence[Sequence[int]] | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
     layer_of: Mapping[str, str] | Callable[[str], str],
     corrupt: Callable[[int, int, nn.Module], None] | None = None,
@@ -225,13 +226,22 @@ def simulate(
     """Trains and syncs to the end, the last unfinished window included, as ``flush()`` does.
 
     ``batch(replica, t)`` feeds the step that makes t+1 completed ones; ``steps`` may differ between
-    replicas once warm-up is over. ``layer_of`` gives the layer of every trainable parameter's name.
-    ``corrupt(replica, t, model)`` runs when t steps are complete. In ``anchor_dtype`` float32 sums
-    run in the order of the equations, as on a device; norms are always fp64.
+    replicas once warm-up is over. Instead, ``windows`` lists the local steps of each replica in
+    every window, as replicas of unequal speed make them. ``layer_of`` gives the layer of every
+    trainable parameter's name. ``corrupt(replica, t, model)`` runs when t steps are complete. In
+    ``anchor_dtype`` float32 sums run in the order of the equations, as on a device; norms are
+    always fp64.
     """
     r = Rules(**rules)
-    quota = [steps] * replicas if isinstance(steps, int) else list(steps)
-    assert len(quota) == replicas and min(quota) >= r.warmup_steps
+    assert (steps is None) != (windows is None)
+    if steps is not None:
+        quota = [steps] * replicas if isinstance(steps, int) else list(steps)
+        assert len(quota) == replicas and min(quota) >= r.warmup_steps
+        left = [n - r.warmup_steps for n in quota]
+        windows = []
+        while any(left):
+            windows.append([min(r.sync_every, n) for n in left])
+            left = [n - w for n, w in zip(left, windows[-1], strict=True)]
     first = make_model().train()
     models = [first, *(copy.deepcopy(first) for _ in range(replicas - 1))]
     optimizers = [optimizer(m.parameters()) for m in models]
@@ -265,8 +275,7 @@ def simulate(
         layer.write_back()
 
     done = [r.warmup_steps] * replicas
-    while done != quota:
-        window = [min(r.sync_every, quota[k] - done[k]) for k in range(replicas)]
+    for window in map(list, windows or []):
         for k, count in enumerate(window):
             for t in range(done[k], done[k] + count):
                 backward(k, t)

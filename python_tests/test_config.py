@@ -1,4 +1,4 @@
-"""EDiT's settings: defaults of the paper, and a sentence for everything that cannot work."""
+"""The methods' settings: defaults of the paper, and a sentence for everything that cannot work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edit_ext import EDiT
+from edit_ext import AEDiT, EDiT
+from edit_ext.config import Method
 from edit_ext.schedule import Clock, is_due, sync_steps
 
 
@@ -155,3 +156,68 @@ def test_clock() -> None:
     assert [step for step, _, armed in seen if armed] == [5, 7]
     assert seen[2] == (3, 0, False)
     assert clock.sync_index == 2 and clock.window_steps == 1
+
+
+def test_timed() -> None:
+    """AEDiT has the settings of EDiT with the same defaults, but for the one that says when."""
+    timed, stepped = AEDiT().as_dict(), EDiT().as_dict()
+    assert timed.pop("sync_seconds") == 600.0 and timed.pop("min_steps") == 0
+    assert stepped.pop("sync_every") == 128
+    assert timed == stepped and Method().as_dict() == stepped
+    assert (AEDiT().name, EDiT().name) == ("AEDiT", "EDiT")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind"),
+    [
+        ("sync_seconds", 0, ValueError),
+        ("sync_seconds", -1.5, ValueError),
+        ("sync_seconds", math.inf, ValueError),
+        ("sync_seconds", math.nan, ValueError),
+        ("sync_seconds", 10**400, ValueError),
+        ("sync_seconds", "600", TypeError),
+        ("sync_seconds", True, TypeError),
+        ("min_steps", -1, ValueError),
+        ("min_steps", 10**13, ValueError),
+        ("min_steps", 2.0, TypeError),
+        ("outer_lr", 0.0, ValueError),
+        ("wire", "fp16", ValueError),
+    ],
+)
+def test_bad_value_timed(field: str, value: Any, kind: type[Exception]) -> None:
+    """What cannot work is refused there too, its own settings and the shared ones."""
+    with pytest.raises(kind) as caught:
+        AEDiT(**{field: value})
+    assert field in str(caught.value)
+    with pytest.raises(TypeError, match="sync_every"):
+        AEDiT(sync_every=4)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="sync_seconds"):
+        EDiT(sync_seconds=4)  # type: ignore[call-arg]
+
+
+def test_steps_arm_no_timed_sync() -> None:
+    """However many steps are complete, AEDiT's clock is armed by the alarm alone."""
+    config = AEDiT(warmup_steps=3)
+    assert list(sync_steps(0, 1000, config)) == []
+    clock = Clock(config)
+    for _ in range(300):
+        clock.tick()
+    assert not clock.armed and clock.window_steps == 297
+
+
+def test_void_window_goes_on() -> None:
+    """Steps of a void sync come back, also late; those of a closed window are counted for all."""
+    clock = Clock(AEDiT())
+    for _ in range(3):
+        clock.tick()
+    assert clock.begin_sync() == (1, 3)
+    clock.tick()  # a GPU tells its statistics steps later
+    clock.settle([3, 5], 3, void=True)
+    assert (clock.window_steps, clock.agreed_steps, clock.shown_steps) == (4, 0, 8)
+    assert clock.begin_sync() == (2, 4)
+    clock.settle([4, 6], 4, void=False)
+    assert (clock.window_steps, clock.agreed_steps, clock.shown_steps) == (0, 10, 10)
+    clock.tick()
+    assert clock.begin_sync() == (3, 1)
+    clock.settle([1, 0], 1, void=False)
+    assert (clock.agreed_steps, clock.shown_steps) == (11, 11)

@@ -1,4 +1,4 @@
-"""The README is true: its commands exist, its example runs, its table of defaults is EDiT's.
+"""The README is true: its commands exist, its examples run, its table is that of the settings.
 
 As a program it writes the table anew: `make readme`.
 """
@@ -13,7 +13,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import edit_ext
 from edit_ext import config
 from edit_ext.bench.__main__ import SUBCOMMANDS as BENCHMARKS
 from edit_ext.cli import COMMANDS
@@ -27,7 +26,7 @@ def field_docs(cls: type) -> dict[str, str]:
     """The string that stands under each field of a dataclass."""
     tree = ast.parse(Path(config.__file__).read_text())
     body = next(n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == cls.__name__)
-    docs = {}
+    docs: dict[str, str] = {}
     for node, after in itertools.pairwise(body):
         if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
             assert isinstance(node.target, ast.Name)
@@ -36,12 +35,18 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def table_of_defaults() -> str:
-    """Markdown: option, default, meaning, of each field of EDiT."""
-    docs = field_docs(edit_ext.EDiT)
+    """Markdown: option, default, meaning; first what one method alone has, then what all share."""
     lines = ["| option | default | meaning |", "| --- | --- | --- |"]
-    for field in dataclasses.fields(edit_ext.EDiT):
-        meaning = docs[field.name].replace("|", r"\|")
-        lines.append(f"| `{field.name}` | `{field.default!r}` | {meaning} |")
+    common = {field.name for field in dataclasses.fields(config.Method)}
+    for cls in (*config.METHODS, config.Method):
+        docs = field_docs(cls)
+        for field in dataclasses.fields(cls):
+            own = cls is not config.Method
+            if own and field.name in common:
+                continue
+            meaning = docs[field.name].replace("|", r"\|")
+            of = f" of {cls.__name__}" if own else ""
+            lines.append(f"| `{field.name}`{of} | `{field.default!r}` | {meaning} |")
     return "\n".join(lines) + "\n"
 
 

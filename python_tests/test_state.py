@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Net, batch, make_net, plain, same, sgd, train_step, values
+from nets import Net, batch, make_net, plain, plain_timed, same, sgd, train_step, values
 from torch import nn
 
 import edit_ext
@@ -69,10 +69,15 @@ def test_state_that_does_not_fit() -> None:
     model, optimizer, sync = attached()
     train_step(model, optimizer, 0, 0)
     state = sync.state_dict()
-    with pytest.raises(ValueError, match="no state of format 2"):
+    with pytest.raises(ValueError, match="no state of format 3"):
         sync.load_state_dict({"step": 3})
     with pytest.raises(ValueError, match="the state has replicas 4, this run has 1"):
         sync.load_state_dict({**state, "replicas": 4})
+    timed = edit_ext.attach(net := make_net(), sgd(net), plain_timed())
+    with pytest.raises(ValueError, match="the state is of method 'EDiT', this run's is 'AEDiT'"):
+        timed.load_state_dict(state)
+    with pytest.raises(ValueError, match="the state is of method 'AEDiT', this run's is 'EDiT'"):
+        sync.load_state_dict(timed.state_dict())
     for key in set(state) - {"format"}:
         with pytest.raises(ValueError, match=f"the state lacks '{key}', which"):
             sync.load_state_dict({k: v for k, v in state.items() if k != key})
@@ -127,6 +132,7 @@ def stats(norms: list[float], flags: list[bool], index: int = 1) -> dict[str, An
         "merged_norm": 1.0,
         "clip": 1.0,
         "skip": all(flags),
+        "void": False,
         "exchange_seconds": 0.5,
         "wait_seconds": 0.25,
         "begin_seconds": 0.125,
