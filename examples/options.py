@@ -18,7 +18,7 @@ from edit_ext.examples.data import check_data
 from edit_ext.examples.model import PRESETS
 from edit_ext.examples.runlog import METRICS, tensorboard_missing
 
-METHODS = ("edit", "sync")
+METHODS = ("edit", "aedit", "sync")
 Kind = Callable[[str], Any]
 # What a resumed run may change; all other options must be those of the first part.
 CHANGEABLE = {"checkpoint_every", "eval_every", "log_every", "out", "overwrite", "resume",
@@ -61,7 +61,8 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = _adder(parser, "the run")
-    add("--method", str, "edit", "EDiT, or gradients averaged every step", choices=METHODS)
+    add("--method", str, "edit", "EDiT; EDiT by the clock, where replicas meet before each "
+        "evaluation and checkpoint; or gradients averaged every step", choices=METHODS)  # fmt: skip
     add("--replicas", at_least(1), _world(), "processes to start here, one replica each")
     add("--threads", at_least(1), None, "torch threads of each process; else the cores are shared")
     add("--out", str, "runs/lm", "folder for metrics and checkpoints")
@@ -90,12 +91,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--lr", number, 2e-3, "the learning rate at its peak")
     add("--warmup-lr", at_least(0), 40, "steps in which the learning rate rises to it")
     add("--final-lr", number, 0.1, "part of --lr that is left at the end; 1 = no decay")
+    add("--lr-by", str, "local", "the steps that it follows: the replica's own, or the mean over "
+        "all replicas at the last sync", choices=("local", "mean"))  # fmt: skip
     add("--weight-decay", number, 0.1, "of matrices")
     add("--grad-clip", number_or_none, 1.0, "largest norm of a replica's gradient; none = off")
 
     add = _adder(parser, "EDiT (its own default where nothing is given)")
     for name, kind in EDIT_OPTIONS.items():
-        default = getattr(edit_ext.EDiT(), name)
+        default = EDIT_DEFAULTS[name]
         add("--" + name.replace("_", "-"), kind, argparse.SUPPRESS, f"EDiT's {name} ({default})")
 
     add = _adder(parser, "a fault to watch")
@@ -162,12 +165,12 @@ def check_options(options: argparse.Namespace) -> None:
             f"--corrupt-replica {options.corrupt_replica}: there are only replicas 0 to "
             f"{options.replicas - 1}"
         )
-    if options.method == "sync":
-        idle = [name for name in EDIT_OPTIONS if hasattr(options, name)]
-        if idle:
-            flag = "--" + idle[0].replace("_", "-")
-            raise ValueError(f"{flag} has no effect with --method sync")
-    elif getattr(options, "warmup_steps", 0) >= options.steps:
+    known = CONFIGS[options.method]().as_dict() if options.method in CONFIGS else {}
+    for name in EDIT_OPTIONS:
+        if hasattr(options, name) and name not in known:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} has no effect with --method {options.method}")
+    if options.method != "sync" and getattr(options, "warmup_steps", 0) >= options.steps:
         raise ValueError(
             f"--warmup-steps {options.warmup_steps} leaves none of the {options.steps} steps "
             f"to EDiT; use --method sync for that"
@@ -184,7 +187,7 @@ def prepare_folder(out: Path) -> None:
         raise ValueError(f"--out {out} cannot be written to: {error.strerror}") from error
 
 
-def edit_config(options: argparse.Namespace) -> edit_ext.EDiT:
+def edit_config(options: argparse.Namespace) -> edit_ext.EDiT | edit_ext.AEDiT:
     """`sync` is EDiT that never leaves its warm-up: the same hook, the same byte counter.
 
     Raises ValueError, from EDiT itself, for a setting out of its range.
@@ -192,7 +195,7 @@ def edit_config(options: argparse.Namespace) -> edit_ext.EDiT:
     if options.method == "sync":
         return edit_ext.EDiT(warmup_steps=options.steps + 1, timeout=options.timeout)
     given = {name: getattr(options, name) for name in EDIT_OPTIONS if hasattr(options, name)}
-    return edit_ext.EDiT(timeout=options.timeout, **given)
+    return CONFIGS[options.method](timeout=options.timeout, **given)
 
 
 def fixed_settings(options: argparse.Namespace) -> dict[str, object]:
@@ -229,9 +232,16 @@ def step_range(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
-# Handed to edit_ext.EDiT as they are; what is not given keeps EDiT's own default.
+CONFIGS: dict[str, type[edit_ext.EDiT | edit_ext.AEDiT]] = {
+    "edit": edit_ext.EDiT,
+    "aedit": edit_ext.AEDiT,
+}
+EDIT_DEFAULTS = {**edit_ext.AEDiT().as_dict(), **edit_ext.EDiT().as_dict()}
+# Handed to the settings as they are; what is not given keeps their own default.
 EDIT_OPTIONS: dict[str, Kind] = {
     "sync_every": int,
+    "sync_seconds": float,
+    "min_steps": int,
     "warmup_steps": int,
     "outer_lr": float,
     "outer_momentum": float,

@@ -63,7 +63,8 @@ def train(options: argparse.Namespace, corpus: Corpus, saved: dict[str, Any] | N
 
     with sync:
         for step in range(start, options.steps):
-            lr = set_learning_rate(optimizer, step, options)
+            at = step if options.lr_by == "local" else sync.mean_step
+            lr = set_learning_rate(optimizer, at, options)
             inputs, targets = next_batch(batches, step, options)
             loss = model(inputs.to(device), targets.to(device))
             loss.backward()
@@ -75,9 +76,11 @@ def train(options: argparse.Namespace, corpus: Corpus, saved: dict[str, Any] | N
             done = step + 1
             records.step(done, loss, lr, sync)
             if due(done, options.eval_every) and done < options.steps:
+                meet(sync, options)
                 with records.paused(), sync.anchor_weights():
                     records.validation(evaluate(model, corpus, options))
             if due(done, options.checkpoint_every):
+                meet(sync, options)
                 with records.paused():
                     save_checkpoint(Path(options.out), rank, {
                         "step": done, "model": model.state_dict(),
@@ -128,7 +131,7 @@ def build_optimizer(model: nn.Module, options: argparse.Namespace) -> torch.opti
 
 
 def set_learning_rate(
-    optimizer: torch.optim.Optimizer, step: int, options: argparse.Namespace
+    optimizer: torch.optim.Optimizer, step: float, options: argparse.Namespace
 ) -> float:
     """Linear rise over --warmup-lr steps, then half a cosine down to --final-lr of it."""
     rise = min(1.0, (step + 1) / max(1, options.warmup_lr))
@@ -139,6 +142,13 @@ def set_learning_rate(
     for group in optimizer.param_groups:
         group["lr"] = lr
     return lr
+
+
+def meet(sync: edit_ext.Handle, options: argparse.Namespace) -> None:
+    """Before a call of all replicas: by the clock they come to it after unequal numbers of syncs,
+    and one that waits for it takes part in no sync that another is in."""
+    if options.method == "aedit":
+        sync.flush()
 
 
 def next_batch(batches: Batches, step: int, options: argparse.Namespace) -> tuple[Tensor, Tensor]:

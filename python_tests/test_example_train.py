@@ -78,6 +78,23 @@ def test_sync_never_leaves_the_warm_up(text, tmp_path):
     assert records(out)[-1]["syncs"] == 0
 
 
+@pytest.mark.parametrize("by", ["local", "mean"])
+def test_by_the_clock(text, tmp_path, by):
+    """Method aedit with a clock that never fires: replicas meet where they must and at the end, and
+    the learning rate follows a replica's own steps or the mean at the last sync."""
+    out = tmp_path / "run"
+    words = ["--method", "aedit", "--sync-seconds", "1e6", "--min-steps", "2", "--lr-by", by,
+             "--steps", "12", "--batch-size", "2", "--seq-len", "32", "--warmup-lr", "12",
+             "--eval-every", "5", "--eval-windows", "4", "--log-every", "1",
+             "--checkpoint-every", "4"]  # fmt: skip
+    assert train_lm.main([*words, "--data", text, "--out", str(out)]) == 0
+    lines = records(out)
+    assert lines[-1]["syncs"] == 6  # at steps 4, 5, 8, 10, 12 and at the end
+    rates = [e["lr"] / 2e-3 * 12 for e in lines if e["kind"] == "train"]
+    last = [0, 0, 0, 0, 4, 5, 5, 5, 8, 8, 10, 10]
+    assert rates == pytest.approx([1 + (t if by == "local" else last[t]) for t in range(12)])
+
+
 def test_a_resumed_run_equals_an_unbroken_one(text, tmp_path):
     """Stopped in the middle of a window: the same records to the last digit, and the same sums."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -118,6 +135,9 @@ def test_checkpoints_load_without_running_code(text, tmp_path):
         (["--data", "nowhere.txt"], "--data nowhere.txt: no such file or folder"),
         (["--sync-every", "0"], "sync_every must be at least 1, but is 0."),
         (["--method", "sync", "--sync-every", "4"], "--sync-every has no effect"),
+        (["--sync-seconds", "4"], "--sync-seconds has no effect with --method edit"),
+        (["--method", "aedit", "--sync-every", "4"], "no effect with --method aedit"),
+        (["--method", "aedit", "--sync-seconds", "0"], "sync_seconds must be above 0 and finite"),
         (["--warmup-steps", "1000"], "leaves none of the 1000 steps"),
         (["--corrupt-replica", "0"], "go together"),
         (["--corrupt-replica", "2", "--corrupt-steps", "1:2"], "only replicas 0 to 0"),
