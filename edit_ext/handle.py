@@ -97,6 +97,7 @@ class Handle:
 
         Collective. Replicas may come with different numbers of steps; one that has none left takes
         part with weight zero. Afterwards all replicas hold the agreed weights, and may train on.
+        Under AEDiT the others take part after their next step, and then whenever a clock says so.
         """
         self._engine.flush()
 
