@@ -1,8 +1,8 @@
 """A run in one checkpoint of torch.distributed.checkpoint (DCP), for any mesh to go on from.
 
-Keys of the tree: `meta` (JSON: method, settings, counts, order, detectors), `anchors`, `momentum`
+Keys of the tree: `meta` (JSON: method, settings, order, detectors), `anchors`, `momentum`
 and `frozen` by parameter name, the same on all replicas; `replicaN` with what differs inside a
-window: `meta` (JSON: steps), `model` (trainable weights and buffers) and `optimizer`. DCP keeps one
+window: `meta` (JSON: counts of steps), `model` (trainable weights and buffers) and `optimizer`. DCP keeps one
 of several equal keys without a word, hence the names. Sharded tensors are DTensors, so that DCP
 cuts them anew for another mesh.
 
@@ -30,6 +30,7 @@ from . import optimizer_state
 from .engine import Engine
 from .layer import clean
 from .sharding import from_local, is_sharded, local
+from .state import read_counts, take_counts
 
 FORMAT = 1
 REPLICA = re.compile(r"^(.*\.)?replica(\d+)\.meta$")
@@ -64,13 +65,14 @@ class Checkpoint:
             raise RuntimeError(
                 "a checkpoint while a sync is in progress; save after optimizer.step()"
             )
+        counts = read_counts(engine)
         frozen, weights = self._weights()
         if self._saved is None:
             inner = optimizer_state.pack(self._optimizers, self._names)
         else:
             states = self._saved.below(f"{self._own}.optimizer.state.")
             inner = optimizer_state.room(states, self._names)
-        own = {"meta": json.dumps(self._window()), "model": weights, "optimizer": inner}
+        own = {"meta": json.dumps(counts), "model": weights, "optimizer": inner}
         return {
             "meta": json.dumps(self._meta()),
             "anchors": self._by_name(layer.anchor for layer in engine.syncs.anchored_layers()),
@@ -82,7 +84,7 @@ class Checkpoint:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the checkpoint was saved. Raises ValueError if it is of another model."""
         engine = self._engine
-        meta, window = json.loads(state["meta"]), json.loads(state[self._own]["meta"])
+        meta, counts = json.loads(state["meta"]), json.loads(state[self._own]["meta"])
         odd = self._check(meta)
         engine.syncs.refresh()
         dsd.set_model_state_dict(
@@ -105,29 +107,26 @@ class Checkpoint:
             places = {unit.name: index for index, unit in enumerate(engine.plan.units)}
             engine.syncs.set_order([places[name] for name in meta["order"]])
         engine.syncs.outer_lr = meta["outer_lr"]
-        engine.clock.restore({**meta["clock"], **window})
+        for name in ("agreed_steps", "shown_steps"):  # of all replicas together
+            counts[name] = round(counts[name] * len(rows) / meta["replicas"])
+        take_counts(engine, counts)
         engine.warmup_may_be_over()
 
     def _meta(self) -> dict[str, Any]:
         engine = self._engine
         units, layers = engine.plan.units, engine.syncs.anchored_layers()
-        clock = engine.clock
+        order = engine.syncs.order()
         return {
             "format": FORMAT,
-            "method": type(engine.config).__name__,
+            "method": engine.config.name,
             "config": engine.config.as_dict(),
             "replicas": engine.mesh.replica.size,
             "outer_lr": engine.syncs.outer_lr,
-            "clock": {"sync_index": clock.sync_index, "anchored": clock.anchored},
-            "order": [units[i].name for i in engine.syncs.order()] if clock.sync_index else [],
+            "order": [units[i].name for i in order] if engine.clock.sync_index else [],
             "layers": {unit.name: sorted(unit.params) for unit in units},
             "dtypes": {n: str(p.dtype)[6:] for u in units for n, p in u.params.items()},
             "detectors": {layer.name: layer.detector.tolist() for layer in layers},
         }
-
-    def _window(self) -> dict[str, Any]:
-        clock = self._engine.clock
-        return {"step": clock.step, "window_steps": clock.window_steps, "armed": clock.armed}
 
     def _weights(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Frozen parameters, and what training changes."""

@@ -23,9 +23,9 @@ def export(checkpoint: str | Path, run: str | None = None) -> dict[str, Any]:
     Raises ValueError when the checkpoint holds no run, or several and none named `run`.
     """
     saved = saved_in(checkpoint, run=run)
-    meta = json.loads(_read(checkpoint, saved, ["meta"])["meta"])
-    anchored = meta["clock"]["anchored"]
-    places = ["anchors."] if anchored else []
+    texts = _read(checkpoint, saved, ["meta", "replica0.meta"])
+    meta, counts = (json.loads(texts[key]) for key in ("meta", "replica0.meta"))
+    places = ["anchors."] if counts["anchored"] else []
     found: dict[str, Any] = {}
     for place in ("replica0.model.", "frozen.", *places):
         keys = [place + name for name in saved.below(place)]

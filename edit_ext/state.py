@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .engine import Engine
+from .schedule import COUNTS
 from .sharding import local
 
 FORMAT = 3
@@ -23,11 +24,7 @@ LAYER_KEYS = ("params", "momentum_piece", "detector")
 def state_dict(engine: Engine) -> dict[str, Any]:
     """Copies of everything that a run needs to go on exactly; see `Handle.state_dict`."""
     _refuse_open_sync(engine, "state_dict()")
-    with engine.watched():
-        engine.syncs.settle()  # what a void sync gives back belongs to the window
-        if engine.alarm is not None:
-            engine.alarm.settle()
-    clock, alarm = engine.clock, engine.alarm
+    counts = read_counts(engine)
     anchors: dict[str, torch.Tensor] = {}
     layers: dict[str, dict[str, Any]] = {}
     for layer, unit in zip(engine.syncs.anchored_layers(), engine.plan.units, strict=True):
@@ -44,17 +41,9 @@ def state_dict(engine: Engine) -> dict[str, Any]:
         "config": engine.config.as_dict(),
         "outer_lr": engine.syncs.outer_lr,
         **_seat(engine),
-        "step": clock.step,
-        "sync_index": clock.sync_index,
-        "window_steps": clock.window_steps,
-        "agreed_steps": clock.agreed_steps,
-        "shown_steps": clock.shown_steps,
-        "anchored": clock.anchored,
-        "armed": clock.armed,
-        "asked": alarm.asked if alarm is not None else 0,
-        "elapsed": alarm.elapsed if alarm is not None else 0.0,
+        **counts,
         "order": [engine.plan.units[i].name for i in engine.syncs.order()]
-        if clock.sync_index
+        if counts["sync_index"]
         else [],
         "anchors": anchors,
         "layers": layers,
@@ -66,10 +55,7 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
     """Take over a state; nothing is changed if it does not fit. See `Handle.load_state_dict`."""
     _refuse_open_sync(engine, "load_state_dict()")
     _check(engine, state)
-    engine.syncs.settle()  # what is still to be counted belongs to the clock of before
-    engine.clock.restore(state)
-    if engine.alarm is not None:
-        engine.alarm.load(state["asked"], state["elapsed"], running=engine.clock.anchored)
+    take_counts(engine, state)
     engine.syncs.outer_lr = state["outer_lr"]
     if state["order"]:
         places = {unit.name: index for index, unit in enumerate(engine.plan.units)}
@@ -81,6 +67,28 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
         if layer.momentum is not None:
             layer.momentum.copy_(saved["momentum_piece"])
     engine.warmup_may_be_over()
+
+
+def read_counts(engine: Engine) -> dict[str, Any]:
+    """Steps, syncs and the open window of this rank, as plain numbers."""
+    with engine.watched():
+        engine.syncs.settle()  # what a void sync gives back belongs to the window
+        if engine.alarm is not None:
+            engine.alarm.settle()
+    clock, alarm = engine.clock, engine.alarm
+    return {
+        **{name: getattr(clock, name) for name in COUNTS},
+        "asked": alarm.asked if alarm is not None else 0,
+        "elapsed": alarm.elapsed if alarm is not None else 0.0,
+    }
+
+
+def take_counts(engine: Engine, saved: dict[str, Any]) -> None:
+    """Go on from what `read_counts` has said."""
+    engine.syncs.settle()  # what is still to be counted belongs to the clock of before
+    engine.clock.restore(saved)
+    if engine.alarm is not None:
+        engine.alarm.load(saved["asked"], saved["elapsed"], running=engine.clock.anchored)
 
 
 def _seat(engine: Engine) -> dict[str, int]:
