@@ -1,5 +1,7 @@
 """The compiled part. `edit_ext.ops` documents the operators; this is what the hook is built on."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 class Policy:
@@ -35,9 +37,12 @@ class Comm:
     def poll(self) -> None: ...
 
 class C10dComm(Comm):
-    """Over two c10d groups of the same ranks, given by name (`ProcessGroup.group_name`)."""
+    """Over two c10d groups of the same ranks, given by name (`ProcessGroup.group_name`).
 
-    def __init__(self, payload_group: str, scalar_group: str) -> None: ...
+    names: how messages call the members.
+    """
+
+    def __init__(self, payload_group: str, scalar_group: str, names: list[str]) -> None: ...
 
 class DelayedComm(Comm):
     """Sleeps `seconds` before each payload exchange of `inner`: a slow link."""
@@ -105,7 +110,11 @@ class Layer:
 class Mean:
     """A flat fp32 vector on its way to its mean over the replicas; see csrc/torch/mean.h."""
 
-    def __init__(self, flat: Tensor, n: int, replica: Comm, lane: Lane) -> None: ...
+    def __init__(
+        self, flat: Tensor, n: int, scratch: Tensor, replica: Comm, lane: Lane
+    ) -> None: ...
+    @staticmethod
+    def scratch(n: int, replicas: int) -> int: ...
     @staticmethod
     def padded(n: int, replicas: int) -> int: ...
     def is_completed(self) -> bool: ...
@@ -122,6 +131,7 @@ def make_nccl_comm(
     timeout: float,
     max_ctas: int = 0,
     group: str = "replica group",
+    check: Callable[[], None] | None = None,
 ) -> Comm: ...
 def abort_all(comms: list[Comm], reason: str) -> None: ...
 def on_cuda(tensor: Tensor) -> bool: ...

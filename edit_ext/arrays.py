@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+CUDA = 2  # DLPack's number of that kind of device
+
 
 def as_tensor(value: Any) -> Any:
     """A tensor on the memory of `value` if it offers DLPack or `__cuda_array_interface__`.
 
     Lists are taken apart; tensors, numbers and strings come back as they are. Nothing is copied: an
-    operator that works in place changes the array. Raises ValueError for a read-only array.
+    operator that works in place changes the array. Raises ValueError for a read-only array, and
+    for one on a GPU that torch does not see.
     """
     if isinstance(value, Tensor | str | int | float | None):
         return value
@@ -23,11 +26,17 @@ def as_tensor(value: Any) -> Any:
     for name in ("__array_interface__", "__cuda_array_interface__"):
         if hasattr(value, name) and getattr(value, name)["data"][1]:
             raise ValueError("an array is read-only; operators work in place and copy nothing")
+    on_gpu = hasattr(value, "__cuda_array_interface__")
+    if hasattr(value, "__dlpack_device__"):
+        on_gpu = on_gpu or value.__dlpack_device__()[0] == CUDA
+    if on_gpu and not torch.cuda.is_available():
+        raise ValueError(
+            f"an argument is a {type(value).__name__} in the memory of a GPU, and torch "
+            f"{torch.__version__} sees no GPU here"
+        )
     if hasattr(value, "__dlpack__"):
         return torch.from_dlpack(value)
-    if hasattr(value, "__cuda_array_interface__"):
-        return torch.as_tensor(value, device="cuda")
-    return value
+    return torch.as_tensor(value, device="cuda") if on_gpu else value
 
 
 def taking_arrays(operator: Callable[..., Any]) -> Callable[..., Any]:

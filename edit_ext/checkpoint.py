@@ -1,9 +1,9 @@
 """A run in one checkpoint of torch.distributed.checkpoint (DCP), for any mesh to go on from.
 
-Keys of the tree: `meta` (JSON: method, settings, order, detectors), `anchors`, `momentum`
-and `frozen` by parameter name, the same on all replicas; `replicaN` with what differs inside a
-window: `meta` (JSON: counts of steps), `model` (trainable weights and buffers) and `optimizer`. DCP keeps one
-of several equal keys without a word, hence the names. Sharded tensors are DTensors, so that DCP
+Keys of the tree: `meta` (JSON: method, settings, order, detectors), `anchors`, `momentum` and
+`frozen` by parameter name, the same on all replicas; `replicaN` with what differs inside a window:
+`meta` (JSON: counts of steps), `model` (trainable weights and buffers) and `optimizer`. DCP keeps
+one of several equal keys without a word, hence the names. Sharded tensors are DTensors, so that DCP
 cuts them anew for another mesh.
 
 Loaded with another number of replicas, replica r goes on from what replica r mod R has saved, its

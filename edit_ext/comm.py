@@ -62,7 +62,7 @@ class RankGroup:
         """The C++ communicator over these groups; None for a group of one."""
         if self.size == 1:
             return None
-        return _C.C10dComm(self.groups[0].group_name, self.groups[1].group_name)
+        return _C.C10dComm(self.groups[0].group_name, self.groups[1].group_name, self._names)
 
     def name(self, member: int) -> str:
         """How messages call a member."""

@@ -88,10 +88,10 @@ class Engine:
         """Before the root's forward: only a training forward with gradients acts."""
         if threading.get_ident() != self.thread:
             return
-        self._refuse_capture()
         self.forward_thread = None
         if not (module.training and torch.is_grad_enabled()) or self._inert():
             return
+        self._refuse_capture()
         with self.watched():
             if self.averager is not None:
                 self.averager.reset()

@@ -18,7 +18,7 @@ from .config import METHODS, EDiT, Method
 from .engine import Engine, live_engines
 from .handle import Handle
 from .layer import Plan, find_layers
-from .mesh import ReplicaMesh
+from .mesh import ReplicaMesh, replica_ranks, stay_away
 from .sharding import local, replica_group, shard_ranks
 from .start import agree
 from .transport import carriers_for, check_kind, choose
@@ -58,7 +58,8 @@ def attach(
     comm: "nccl": an NCCL communicator of our own on a side stream; "c10d": Gloo groups of our own,
         for CUDA parameters through pinned memory; "auto": NCCL where it can be. `explain()` says
         what was chosen and why.
-    max_ctas: SMs that one NCCL exchange may take from the training; 0: the library's choice.
+    max_ctas: SMs that one NCCL exchange may take from the training, 1 to 64; 0: the library's
+        choice.
     comm_wrapper: gets the communicator and returns the one to use; for tests and measurements.
 
     New weights are in place when a module that owns them runs. A forward that reads a weight before
@@ -76,7 +77,12 @@ def attach(
     # Also with bad arguments this rank meets its peers, so that they hear of it and need not wait.
     problem: Exception | None = None
     timeout = config.timeout if isinstance(config, METHODS) else EDiT().timeout
-    ranks = _meet(model, mesh, group, timeout, on_failure)
+    try:
+        mine, shards, why_not = _peers(model, mesh, group)
+    except Exception as error:
+        stay_away(f"{type(error).__name__}: {error}")
+        raise
+    ranks = ReplicaMesh(mine, shards, why_not, timeout, on_failure)
     try:
         optimizers: list[torch.optim.Optimizer] = []
         plan: Plan | None = None
@@ -85,7 +91,8 @@ def attach(
             optimizers, plan = _prepare(model, optimizer, config, layers, start)
         except Exception as error:
             problem = error
-        agree(ranks, model, plan, config, start, problem)
+        arguments = {"start": start, "comm": comm, "max_ctas": max_ctas}
+        agree(ranks, model, plan, config, arguments, problem)
         assert plan is not None  # agree() has raised the problem
         like = local(next(p for p in model.parameters() if p.requires_grad))
         direct, why = choose(ranks.all, comm, like, max_ctas)
@@ -102,14 +109,10 @@ def attach(
     return Handle(engine, _register(engine, optimizers))
 
 
-def _meet(
-    model: nn.Module,
-    mesh: DeviceMesh | None,
-    group: dist.ProcessGroup | None,
-    timeout: float,
-    on_failure: Callable[[str], None],
-) -> ReplicaMesh:
-    """Find this rank's replica and shards, and its peers."""
+def _peers(
+    model: nn.Module, mesh: DeviceMesh | None, group: dist.ProcessGroup | None
+) -> tuple[list[int], list[int] | None, str | None]:
+    """Global ranks of this rank's replica group, and of its replica, or why those are unknown."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     fsdp.refuse_hybrid(model)
@@ -118,11 +121,11 @@ def _meet(
         if group is not None:
             raise ValueError("mesh= and group= both say which ranks hold the replicas; pass one")
         group = replica_group(mesh, model)
+    replicas = replica_ranks(group)
     try:
-        shards, problem = shard_ranks(model.named_parameters()), None
+        return replicas, shard_ranks(model.named_parameters()), None
     except TypeError as error:
-        shards, problem = None, f"TypeError: {error}"
-    return ReplicaMesh(group, shards, problem, timeout, on_failure)
+        return replicas, None, f"TypeError: {error}"
 
 
 def _prepare(

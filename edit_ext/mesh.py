@@ -9,7 +9,7 @@ from torch.distributed import distributed_c10d
 
 from .comm import RankGroup
 from .heartbeat import Heartbeat
-from .seats import Grid, find_grid
+from .seats import Grid, find_grid, refuse
 
 
 class ReplicaMesh:
@@ -19,24 +19,20 @@ class ReplicaMesh:
     ranks of this replica; all: everybody, replica after replica, to agree on things. Where two of
     them have the same members they are one object.
 
-    group: the replica group, None for all ranks; shard_ranks: global ranks of this replica, None
-    for this rank alone; problem: why they are not known, for the peers to hear.
+    replica_ranks: global ranks of the replica group; shard_ranks: of this replica, None for this
+    rank alone; problem: why they are not known, for the peers to hear.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        replica_ranks: list[int],
         shard_ranks: list[int] | None,
         problem: str | None,
         timeout: float,
         on_failure: Callable[[str], None],
     ) -> None:
         self.heartbeat: Heartbeat | None = None
-        alone = not (dist.is_available() and dist.is_initialized())
-        if alone and group is not None:
-            raise ValueError("group= was given, but torch.distributed is not initialised")
-        rank = 0 if alone else dist.get_rank()
-        replica_ranks = [0] if alone else _members(group)
+        rank = dist.get_rank() if _initialised() else 0
         shard_ranks = shard_ranks or [rank]
         grid = Grid([[rank]], 0, 0, "")
         if problem is not None and len(replica_ranks) == 1:
@@ -56,11 +52,16 @@ class ReplicaMesh:
             return RankGroup(title, ranks, own, names, self.heartbeat, timeout, grid.prefix)
 
         replicas, shards = range(len(grid.ranks)), range(len(grid.ranks[0]))
-        self.replica = group_of("replica group", [(r, grid.shard) for r in replicas])
-        self.shard = group_of("shard group", [(grid.replica, s) for s in shards])
-        self.all = self.replica if len(shards) == 1 else self.shard
-        if len(shards) > 1 and len(replicas) > 1:
-            self.all = group_of("mesh", [(r, s) for r in replicas for s in shards])
+        try:
+            self.replica = group_of("replica group", [(r, grid.shard) for r in replicas])
+            self.shard = group_of("shard group", [(grid.replica, s) for s in shards])
+            self.all = self.replica if len(shards) == 1 else self.shard
+            if len(shards) > 1 and len(replicas) > 1:
+                self.all = group_of("mesh", [(r, s) for r in replicas for s in shards])
+        except Exception as error:
+            if self.heartbeat is not None:
+                self.heartbeat.say_failed(f"attach: {error}")
+            raise
         if self.heartbeat is not None:
             self.heartbeat.start()
 
@@ -92,7 +93,13 @@ class ReplicaMesh:
             group.close(clean=clean)
 
 
-def _members(group: dist.ProcessGroup | None) -> list[int]:
+def replica_ranks(group: dist.ProcessGroup | None) -> list[int]:
+    """Global ranks of a replica group; None: all ranks, or this process alone without torch's
+    process groups. Raises ValueError when this rank is not in it."""
+    if not _initialised():
+        if group is not None:
+            raise ValueError("group= was given, but torch.distributed is not initialised")
+        return [0]
     if group is None:
         return list(range(dist.get_world_size()))
     if not isinstance(group, dist.ProcessGroup):
@@ -100,3 +107,13 @@ def _members(group: dist.ProcessGroup | None) -> list[int]:
             f"group= must be a process group that contains rank {dist.get_rank()}; it is {group!r}"
         )
     return dist.get_process_group_ranks(group)
+
+
+def stay_away(reason: str) -> None:
+    """Tell the ranks that may wait for this one that it does not come to this attach."""
+    if _initialised():
+        refuse(distributed_c10d._get_default_store(), dist.get_rank(), reason)
+
+
+def _initialised() -> bool:
+    return dist.is_available() and dist.is_initialized()

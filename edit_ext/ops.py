@@ -93,6 +93,12 @@ def stacked_outer_step(
     anchor, momentum: float32 vectors in the flat layout, updated in place.
     detector: float64 [R, 5], updated in place.
     """
+    for r, replica in enumerate(replicas):
+        if len(replica) != len(replicas[0]):
+            raise ValueError(
+                f"replicas[{r}] has {len(replica)} tensors; expected {len(replicas[0])}, as "
+                "replicas[0]"
+            )
     params = [as_tensor(p) for replica in replicas for p in replica]
     return Stacked(
         *_ops.stacked_outer_step(

@@ -21,6 +21,7 @@ def sync_steps(first: int, last: int, config: Method) -> Iterator[int]:
     """The steps in [first, last] after which a sync is armed, in order."""
     return (step for step in range(max(first, 1), last + 1) if is_due(step, config))
 
+
 COUNTS = (
     "step", "sync_index", "window_steps", "agreed_steps", "shown_steps", "anchored", "armed",
 )  # fmt: skip

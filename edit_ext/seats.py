@@ -74,6 +74,7 @@ def find_grid(
 def _meet(
     store: dist.Store, rank: int, mine: dict[str, Any], timeout: float
 ) -> dict[int, dict[str, Any]]:
+    attempt = store.add(_attempts(rank), 1)
     seats: dict[int, dict[str, Any]] = {}
     keys: dict[int, str] = {}  # ranks known and not read yet
 
@@ -92,6 +93,11 @@ def _meet(
         for who, key in here:
             read(who, json.loads(store.get(key)))
         if keys and not here:
+            for who in keys:
+                refused = f"{_attempts(who)}/refused/{attempt}"
+                if store.check([refused]):
+                    reason = store.get(refused).decode()
+                    raise RuntimeError(f"attach was refused on rank {who}: {reason}")
             if time.monotonic() > deadline:
                 alone = all(len(seat["shard"]) == 1 for seat in seats.values())
                 said = [
@@ -128,6 +134,18 @@ def _check(seats: dict[int, dict[str, Any]]) -> None:
                     f"replica groups do not match: the ranks {shard} hold one replica, but rank "
                     f"{who} has the replica group {replica} and rank {other} has {there}"
                 )
+
+
+def refuse(store: dist.Store, rank: int, reason: str) -> None:
+    """Tell those who wait for this rank that it does not come to this attach. They hear it if they
+    have called attach as often as this rank has."""
+    attempt = store.add(_attempts(rank), 1)
+    store.set(f"{_attempts(rank)}/refused/{attempt}", reason)
+
+
+def _attempts(rank: int) -> str:
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"edit_ext/attempts/{rank}/{life}"
 
 
 def _place(kind: str, members: Sequence[int]) -> str:

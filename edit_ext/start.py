@@ -27,14 +27,15 @@ def agree(
     model: nn.Module,
     plan: Plan | None,
     config: Method,
-    start: str,
+    arguments: dict[str, Any],
     problem: Exception | None,
 ) -> None:
     """Compare all ranks, in fixed-size digests first, and raise the same error on every rank.
 
     problem: what this rank found wrong on its own; it is raised here after the peers have heard.
-    start: "check" raises ValueError naming the first value that differs; "broadcast" copies replica
-    0's parameters and persistent buffers to all.
+    arguments: those of attach() that must be equal. Its `start`: "check" raises ValueError naming
+    the first value that differs; "broadcast" copies replica 0's parameters and persistent buffers
+    to all.
     """
     group = mesh.all
     if problem is not None or plan is None:
@@ -47,7 +48,7 @@ def agree(
         "settings": lambda: [
             ["method", config.name],
             *([name, value] for name, value in config.as_dict().items()),
-            ["start", start],
+            *([name, value] for name, value in arguments.items()),
         ],
         "layers": lambda: [[unit.name, list(unit.params)] for unit in plan.units],
     }
@@ -60,7 +61,7 @@ def agree(
     for column, (title, rows) in enumerate(sections.items(), 1):
         if len({row[column] for row in gathered}) > 1:
             _raise_difference(group, title, rows(), group.size)
-    _agree_on_values(mesh, model, start)
+    _agree_on_values(mesh, model, arguments["start"])
 
 
 def _agree_on_values(mesh: ReplicaMesh, model: nn.Module, start: str) -> None:

@@ -100,8 +100,9 @@ def _comm(
         return group.comm()
     mine = _C.nccl_unique_id().hex() if group.rank == 0 else ""
     first = group.gather_text(mine, "the id of an NCCL group")[0]
+    check = group.heartbeat.check if group.heartbeat is not None else None
     return _C.make_nccl_comm(
-        bytes.fromhex(first), group.rank, group.size, lane, timeout, max_ctas, group.title
+        bytes.fromhex(first), group.rank, group.size, lane, timeout, max_ctas, group.title, check
     )
 
 

@@ -51,6 +51,7 @@ class GradientAverager:
         self._missing: list[int] = []
         self._flats: list[Tensor] = []
         self._works: list[Any] = []
+        self._room: Tensor | None = None
         self._hooks = [
             param.register_post_accumulate_grad_hook(_ReadyHook(self, index))
             for index, param in enumerate(self._params)
@@ -93,12 +94,14 @@ class GradientAverager:
         self._ran = False
 
     def reset(self) -> None:
-        """A new training forward begins: forget a round whose backward was broken off."""
-        if self._running:
-            for work in self._works:
-                self._group.finish(work, "warm-up, a backward that was broken off")
-            self._running = False
-            self._flats, self._works = [], []
+        """A new training forward begins: end a round whose backward was broken off.
+
+        Its buckets are on their way, so the peers must hear that they mean nothing. Raises
+        RuntimeError, as on the peers, unless all of them have broken off.
+        """
+        if self._running and self._works:
+            self._finish(done=False, broken=True)
+        self._running = False
 
     def join(self) -> None:
         """Run one round without gradients, as a replica that has ended.
@@ -134,21 +137,38 @@ class GradientAverager:
                 flat[start : start + size].view_as(param).copy_(local(grad))
             start += size
         self._flats.append(flat)
-        self._works.append(_C.Mean(flat, total, self._comm, self._lane))
+        self._works.append(_C.Mean(flat, total, self._scratch(), self._comm, self._lane))
+
+    def _scratch(self) -> Tensor:
+        """What arrives of one bucket; buckets travel one after the other and share it."""
+        if self._room is None:
+            most = max(sum(local(self._params[i]).numel() for i in b) for b in self._buckets)
+            size = _C.Mean.scratch(most, self._comm.size)
+            self._room = torch.empty(size, device=local(self._params[0]).device)
+        return self._room
 
     @torch.no_grad()
-    def _finish(self, done: bool) -> None:
+    def _finish(self, done: bool, broken: bool = False) -> None:
         what = f"warm-up, step {self._clock.step + 1}, gradient average"
         while len(self._works) < len(self._buckets):
-            self._launch(empty=done)
+            self._launch(empty=done or broken)
         presence = [int(p.grad is not None and not done) for p in self._params]
-        tail = torch.tensor([*presence, int(done), self._clock.step], dtype=torch.float64)
+        numbers = [*presence, int(broken), int(done), self._clock.step]
+        tail = torch.tensor(numbers, dtype=torch.float64)
         self._works.append(self._group.start_sum(tail))
         for work in self._works:
             self._group.finish(work, what)
         self._running, self._ran = False, True
         size = self._group.size
-        ended, steps = int(tail[-2]), int(tail[-1])
+        cut, ended, steps = (int(value) for value in tail[-3:])
+        if cut:
+            self._flats, self._works, self._ran = [], [], False
+            if cut < size:
+                raise RuntimeError(
+                    f"{what}: {cut} of {size} replicas broke off a backward whose gradients were "
+                    "on their way; during the warm-up catch such an error on all replicas or none"
+                )
+            return
         if steps != size * self._clock.step:
             raise RuntimeError(
                 f"{what}: replicas have different numbers of steps (this one {self._clock.step}, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import nets
@@ -11,6 +12,7 @@ import torch
 from ranks import Ranks
 from simulate import simulate
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import edit_ext
 
@@ -93,3 +95,30 @@ def test_trajectory(ranks: Ranks, replicas: int, count: int, case: str) -> None:
             assert entry["clip"] == pytest.approx(layer.clip, rel=1e-3)
             assert list(entry["flags"]) == layer.flags
         assert decided(result["metrics"]) == decided(results[0]["metrics"]), rank
+
+
+def inner_replicas() -> tuple[dict[str, Tensor], list[Any]]:
+    """Neighbouring ranks are replicas; shards are two ranks apart."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replica"))
+    model = shards.shard(shards.make_net(), mesh)
+    optimizer = adam(model.parameters())
+    config = edit_ext.EDiT(timeout=30.0, **{**RULES, "warmup_steps": 2})
+    with (
+        warnings.catch_warnings(),
+        edit_ext.attach(model, optimizer, config, mesh=mesh) as sync,
+    ):
+        warnings.simplefilter("error")  # of weights that differ at the switch
+        for t in range(STEPS):
+            shards.train_step(model, optimizer, mesh, t)
+        sync.flush()
+        metrics = sync.metrics()
+    return shards.full(model), decided(metrics)
+
+
+def test_replicas_may_be_the_inner_dimension(ranks: Ranks) -> None:
+    """The same run as with replica after replica."""
+    inner = ranks.run(4, inner_replicas)
+    outer = ranks.run(4, run, 2, 2, {**RULES, "warmup_steps": 2})
+    for (weights, scalars), result in zip(inner, outer, strict=True):
+        assert nets.same(weights, result["params"])
+        assert scalars == decided(result["metrics"])

@@ -165,7 +165,7 @@ def two_ranks(over_nccl: bool) -> Result | str:
             return str(error)
     else:
         payload, scalars = (dist.new_group(backend="gloo") for _ in range(2))
-        comm = _C.C10dComm(payload.group_name, scalars.group_name)
+        comm = _C.C10dComm(payload.group_name, scalars.group_name, ["one", "other"])
     result = synced(own, comm, rank)
     assert comm.bytes_sent > 0
     dist.barrier()  # a rank that leaves first would take the group down

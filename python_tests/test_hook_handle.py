@@ -155,11 +155,26 @@ def test_parameters_changed_behind_our_back(
 
 
 def test_steps_are_ranges_of_the_profiler() -> None:
-    """Each layer's begin, wait and write-back is a range edit_ext::layer::step."""
+    """Each layer's begin, exchange, wait and write-back is a range edit_ext::layer::step."""
     model, optimizer, _ = attached(sync_every=1)
     train_step(model, optimizer, 0, 0)
     with torch.profiler.profile() as profile:
         model(batch(0, 1)[0])
     names = {event.name for event in profile.events()}
-    for step in ("begin", "wait", "write_back"):
+    for step in ("begin", "exchange", "wait", "write_back"):
         assert f"edit_ext::stem::{step}" in names, sorted(n for n in names if "edit_ext" in n)
+
+
+def test_a_training_step_in_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and step say why; evaluation may be captured."""
+    model, optimizer, sync = attached(sync_every=1)
+    train_step(model, optimizer, 0, 0)
+    sync._engine._on_gpu = True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with torch.no_grad():
+        model.eval()(batch(0, 1)[0])
+    model.train()
+    with pytest.raises(RuntimeError, match="being captured into a CUDA graph"):
+        model(batch(0, 1)[0])
+    with pytest.raises(RuntimeError, match="leave model"):
+        optimizer.step()

@@ -196,6 +196,30 @@ def test_norms_of_16_bit_parameters_do_not_overflow(dtype: torch.dtype) -> None:
         assert norm == pytest.approx(param.double().norm().item(), rel=1e-3)
 
 
+class OnAGpu:
+    """As CuPy's arrays say it."""
+
+    __cuda_array_interface__ = {  # noqa: RUF012  # what the protocol wants
+        "shape": (128,), "typestr": "<f4", "data": (4096, False), "version": 3,
+    }  # fmt: skip
+
+
+def test_autograd_notices_what_was_written() -> None:
+    """A graph that has saved a parameter refuses its backward after a write."""
+    param = torch.nn.Parameter(torch.full((3,), 3.0))
+    for write in (
+        lambda: ops.write_back(torch.zeros(128), [param]),
+        lambda: ops.stacked_outer_step(
+            [[param]], torch.zeros(128), torch.zeros(128), torch.zeros(1, 5).double()
+        ),
+    ):
+        loss = (param * param).sum()
+        with torch.no_grad():
+            write()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def op_arguments() -> dict[str, tuple]:
     anchor, params = flat(randoms(0)), randoms(1)
     pieces = [torch.randn(300), torch.randn(300)]
@@ -356,6 +380,29 @@ BAD = {
         ),
         ValueError,
         r"replicas is 9; expected 1 to 8",
+    ),
+    "replicas of different lengths": (
+        lambda: ops.stacked_outer_step(
+            [[torch.zeros(3)] * 3, [torch.zeros(3)]], torch.zeros(256), torch.zeros(256),
+            torch.zeros(2, 5).double(),
+        ),
+        ValueError,
+        r"replicas\[1\] has 1 tensors; expected 3, as replicas\[0\]",
+    ),
+    "an anchor that requires grad": (
+        lambda: ops.write_back(torch.zeros(128, requires_grad=True), [torch.zeros(3)]),
+        ValueError,
+        r"anchor requires grad; expected a plain buffer",
+    ),
+    "a parameter outside no_grad": (
+        lambda: ops.write_back(torch.zeros(128), [torch.zeros(3, requires_grad=True)]),
+        ValueError,
+        r"params\[0\] requires grad; write to it inside torch.no_grad\(\)",
+    ),
+    "an array on a GPU that is not there": (
+        lambda: ops.write_back(OnAGpu(), [torch.zeros(3)]),
+        ValueError,
+        r"an argument is a OnAGpu in the memory of a GPU, and torch .* sees no GPU here",
     ),
     "replicas of different shapes": (
         lambda: ops.stacked_outer_step(

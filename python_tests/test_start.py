@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from nets import Net, make_net, plain, same, sgd, train_step, values
@@ -186,6 +188,42 @@ def test_peer_that_never_attaches(ranks: Ranks) -> None:
     """attach gives up after the timeout and names who is missing."""
     said, _ = ranks.run(2, missing_peer, seconds=20)
     assert "waited 1 s in vain for replica 1 (rank 1)" in said
+
+
+def refused(what: str) -> str:
+    """Rank 1 calls attach with something that rank 0 does not."""
+    odd = rank() == 1
+    model: Any = make_net()
+    options: dict[str, Any] = {}
+    if what == "mesh":
+        options = {"mesh": object()} if odd else {}
+    elif what == "comm":
+        options = {"comm": "c10d" if odd else "auto"}
+    elif what == "max_ctas":
+        options = {"max_ctas": 4 if odd else 0}
+    optimizer = sgd(model)
+    began = time.monotonic()
+    try:
+        edit_ext.attach(model if what != "model" or not odd else 3, optimizer, plain(), **options)
+    except (RuntimeError, TypeError, ValueError) as error:
+        assert time.monotonic() - began < 10  # the timeout is 20 s
+        return str(error)
+    return "attached"
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("mesh", "mesh must be a DeviceMesh, not object"),
+        ("model", "model must be a torch.nn.Module, not int"),
+        ("comm", "replicas differ in their settings: 'comm'"),
+        ("max_ctas", "replicas differ in their settings: 'max_ctas'"),
+    ],
+)
+def test_one_rank_that_refuses_is_heard(ranks: Ranks, what: str, words: str) -> None:
+    """Both ranks raise the reason at once; nobody waits for the timeout."""
+    for said in ranks.run(2, refused, what, seconds=30):
+        assert words in said
 
 
 def subgroup() -> tuple[int, int, dict[str, Tensor]]:

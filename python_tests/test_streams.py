@@ -226,4 +226,4 @@ def staged_syncs() -> bool:
 
 
 def made_comm() -> _C.C10dComm:
-    return _C.C10dComm(*(dist.new_group().group_name for _ in range(2)))
+    return _C.C10dComm(*(dist.new_group().group_name for _ in range(2)), ["one", "other"])

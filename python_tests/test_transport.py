@@ -74,6 +74,7 @@ def test_one_replica_does_not_load_nccl(monkeypatch: pytest.MonkeyPatch) -> None
         raise RuntimeError("no NCCL library")
 
     monkeypatch.setattr(_C, "nccl_version", absent)
+    monkeypatch.setattr(_C, "on_cuda", lambda like: True)
     group, on_gpu = Group(), SimpleNamespace(device=torch.device("cuda:0"))
     group.size = 1
     assert choose(group, "auto", on_gpu) == (False, "one rank: nothing is sent")  # type: ignore[arg-type]

@@ -20,22 +20,24 @@ struct Message {
   c10::intrusive_ptr<c10d::Work> work;
 };
 
-// Runs `call`; what it throws names the peer.
+// Runs `call`; what it throws names the peer. Gloo's guesses at a cause are left out.
 template <class Call>
-auto naming(int peer, bool outgoing, const Call& call) {
+auto naming(const std::string& peer, bool outgoing, const Call& call) {
   try {
     return call();
   } catch (const std::exception& e) {
-    throw std::runtime_error((outgoing ? "sending to rank " : "receiving from rank ") +
-                             std::to_string(peer) + " of the group failed: " + e.what());
+    const std::string what = e.what();
+    throw std::runtime_error((outgoing ? "sending to " : "receiving from ") + peer + " failed: " +
+                             what.substr(0, what.find(". This is typically caused by")));
   }
 }
 
 // Messages of at most kMessage bytes to or from every peer, round by round. Each rank starts with
 // the peer after itself, so that no rank is everybody's first.
 template <class Post>
-void post_all(int rank, int size, const Block* blocks, bool outgoing, std::vector<Message>& posted,
-              const Post& post) {
+void post_all(int rank, const std::vector<std::string>& names, const Block* blocks, bool outgoing,
+              std::vector<Message>& posted, const Post& post) {
+  const int size = static_cast<int>(names.size());
   int64_t most = 0;
   for (int r = 0; r < size; ++r) most = std::max(most, r == rank ? 0 : blocks[r].bytes);
   for (int64_t at = 0; at < most; at += kMessage) {
@@ -46,14 +48,17 @@ void post_all(int rank, int size, const Block* blocks, bool outgoing, std::vecto
       std::vector<at::Tensor> bytes{at::from_blob(static_cast<char*>(b.data) + at,
                                                   {std::min(kMessage, b.bytes - at)},
                                                   at::TensorOptions().dtype(at::kByte))};
-      posted.push_back({peer, outgoing, naming(peer, outgoing, [&] { return post(peer, bytes); })});
+      posted.push_back(
+          {peer, outgoing, naming(names[peer], outgoing, [&] { return post(peer, bytes); })});
     }
   }
 }
 
 }  // namespace
 
-C10dComm::C10dComm(const std::string& payload_group, const std::string& scalar_group) {
+C10dComm::C10dComm(const std::string& payload_group, const std::string& scalar_group,
+                   std::vector<std::string> names)
+    : names_(std::move(names)) {
   const auto open = [](Channel& c, const std::string& name) {
     c.group = c10d::resolve_process_group(name);
     c.sent.resize(c.group->getSize());
@@ -61,6 +66,8 @@ C10dComm::C10dComm(const std::string& payload_group, const std::string& scalar_g
   };
   open(payload_, payload_group);
   open(scalars_, scalar_group);
+  TORCH_CHECK_VALUE(static_cast<int>(names_.size()) == payload_.group->getSize(), "names has ",
+                    names_.size(), " entries; expected ", payload_.group->getSize());
   TORCH_CHECK_VALUE(payload_.group->getSize() == scalars_.group->getSize() &&
                         payload_.group->getRank() == scalars_.group->getRank(),
                     "C10dComm: payload group ", payload_group, " and scalar group ", scalar_group,
@@ -71,15 +78,15 @@ void C10dComm::transfer(Channel& c, const Block* to, const Block* from) {
   poll();
   std::vector<Message> posted;
   const auto tag = [](uint32_t& count) { return static_cast<int>(count++ & 0x7fffffff); };
-  post_all(rank(), size(), from, false, posted, [&](int peer, std::vector<at::Tensor>& t) {
+  post_all(rank(), names_, from, false, posted, [&](int peer, std::vector<at::Tensor>& t) {
     return c.group->recv(t, peer, tag(c.received[peer]));
   });
-  post_all(rank(), size(), to, true, posted, [&](int peer, std::vector<at::Tensor>& t) {
+  post_all(rank(), names_, to, true, posted, [&](int peer, std::vector<at::Tensor>& t) {
     sent_ += t[0].numel();
     return c.group->send(t, peer, tag(c.sent[peer]));
   });
   for (Message& m : posted) {
-    naming(m.peer, m.outgoing, [&] { return m.work->wait(kPatience); });
+    naming(names_[m.peer], m.outgoing, [&] { return m.work->wait(kPatience); });
   }
   poll();
 }

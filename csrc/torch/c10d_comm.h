@@ -16,8 +16,9 @@ namespace edit_ext {
 class C10dComm final : public Comm {
  public:
   // Names of two groups of the same ranks that nobody else uses: payload and scalars, so that a
-  // norm never queues behind megabytes.
-  C10dComm(const std::string& payload_group, const std::string& scalar_group);
+  // norm never queues behind megabytes. names: how messages call the members.
+  C10dComm(const std::string& payload_group, const std::string& scalar_group,
+           std::vector<std::string> names);
 
   int rank() const override { return payload_.group->getRank(); }
   int size() const override { return payload_.group->getSize(); }
@@ -36,6 +37,7 @@ class C10dComm final : public Comm {
   void transfer(Channel& channel, const Block* to, const Block* from);
   void gather(Channel& channel, void* buffer, int64_t each, int64_t total);
 
+  const std::vector<std::string> names_;
   Channel payload_, scalars_;
   std::atomic<int64_t> sent_{0};
   mutable std::mutex mutex_;

@@ -4,6 +4,7 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include "../core/layout.h"
@@ -24,7 +25,6 @@ inline DType dtype_of(const at::Tensor& t, const std::string& name) {
   }
 }
 
-// CUDA tensors come here only in a build with CUDA kernels; without them torch refuses the call.
 inline void check_on(const at::Tensor& t, const std::string& name, at::Device device) {
   TORCH_CHECK_VALUE(t.layout() == at::kStrided, name, " has layout ", t.layout(),
                     "; expected a strided (dense) tensor");
@@ -40,6 +40,7 @@ inline void check_flat(const at::Tensor& t, const std::string& name, at::Device 
                    dtype);
   TORCH_CHECK_VALUE(t.dim() == 1 && t.is_contiguous(), name, " has shape ", t.sizes(),
                     " and strides ", t.strides(), "; expected a contiguous vector");
+  TORCH_CHECK_VALUE(!t.requires_grad(), name, " requires grad; expected a plain buffer");
   TORCH_CHECK_VALUE(t.numel() >= least, name, " has ", t.numel(), " elements; expected at least ",
                     least);
 }
@@ -49,6 +50,17 @@ inline void check_vector(const at::Tensor& t, const std::string& name, at::Devic
                          at::ScalarType dtype, int64_t n) {
   check_flat(t, name, device, dtype, n);
   TORCH_CHECK_VALUE(t.numel() == n, name, " has ", t.numel(), " elements; expected ", n);
+}
+
+// A parameter that the call is going to write: only where autograd is not looking.
+inline void check_written(const at::Tensor& t, const std::string& name) {
+  TORCH_CHECK_VALUE(!(t.requires_grad() && c10::GradMode::is_enabled()), name,
+                    " requires grad; write to it inside torch.no_grad()");
+}
+
+// What was written behind torch's back: a graph that has saved it must notice.
+inline void written(const at::Tensor& t) {
+  if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
 }
 
 inline Wire wire_of(const at::Tensor& t, const std::string& name) {

@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 #include <pybind11/pybind11.h>
 
 #include "../core/sync.h"
@@ -21,6 +22,31 @@ class Range {
 
  private:
   at::RecordFunction range_;
+};
+
+// Who profiles the thread that made this; Here lets them see a task on another thread.
+class Watched {
+ public:
+  Watched()
+      : callbacks_(at::get_record_function_tls_()), info_(c10::ThreadLocalDebugInfo::current()) {}
+
+  class Here {
+   public:
+    explicit Here(const Watched& w) : before_(at::get_record_function_tls_()), info_(w.info_) {
+      at::set_record_function_tls_(w.callbacks_);
+    }
+    ~Here() { at::set_record_function_tls_(before_); }
+    Here(const Here&) = delete;
+    Here& operator=(const Here&) = delete;
+
+   private:
+    const at::RecordFunctionTLS before_;
+    const c10::DebugInfoGuard info_;
+  };
+
+ private:
+  at::RecordFunctionTLS callbacks_;
+  std::shared_ptr<c10::ThreadLocalDebugInfo> info_;
 };
 
 at::Device device_of(const std::string& layer, const std::vector<at::Tensor>& params) {
@@ -131,21 +157,22 @@ void Layer::begin(const Policy& policy, const SyncTag& tag) {
   f->point();
   run_on(device_, [&](Device& passes) { sync_begin(passes, f->view); });
   f->begin_timer->stop();
-  f->ticket =
-      lane_->submit(comms_, [f, at = where(tag), name = name_](Device& passes, const Comms& comms) {
-        const Timer timer(at::kCPU);
-        const Range inner(name, "exchange");
-        const int64_t before = f->sent();
-        try {
-          sync_exchange(passes, comms, f->view, f->policy, f->tag);
-        } catch (const pybind11::error_already_set&) {
-          throw;  // Ctrl-C, seen by a call on the training thread
-        } catch (const std::exception& e) {
-          throw std::runtime_error(at + e.what());
-        }
-        f->bytes_sent = f->sent() - before;
-        f->exchange_seconds = timer.seconds_so_far();
-      });
+  f->ticket = lane_->submit(comms_, [f, at = where(tag), name = name_, watched = Watched()](
+                                        Device& passes, const Comms& comms) {
+    const Timer timer(at::kCPU);
+    const Watched::Here here(watched);
+    const Range inner(name, "exchange");
+    const int64_t before = f->sent();
+    try {
+      sync_exchange(passes, comms, f->view, f->policy, f->tag);
+    } catch (const pybind11::error_already_set&) {
+      throw;  // Ctrl-C, seen by a call on the training thread
+    } catch (const std::exception& e) {
+      throw std::runtime_error(at + e.what());
+    }
+    f->bytes_sent = f->sent() - before;
+    f->exchange_seconds = timer.seconds_so_far();
+  });
   flight_ = std::move(f);
 }
 

@@ -11,7 +11,8 @@ struct Mean::State {
   LayerView view{};
 };
 
-Mean::Mean(at::Tensor flat, int64_t n, std::shared_ptr<Comm> replica, std::shared_ptr<Lane> lane)
+Mean::Mean(at::Tensor flat, int64_t n, at::Tensor scratch, std::shared_ptr<Comm> replica,
+           std::shared_ptr<Lane> lane)
     : lane_(std::move(lane)), state_(std::make_shared<State>()) {
   TORCH_CHECK_VALUE(replica != nullptr, "replica is None; expected a communicator");
   const at::Device device = place_of(flat, "flat");
@@ -27,7 +28,8 @@ Mean::Mean(at::Tensor flat, int64_t n, std::shared_ptr<Comm> replica, std::share
   v.wire = Wire::f32;
   s.comms.replica = std::move(replica);
   s.flat = std::move(flat);
-  s.recv = bytes_on(device, (v.replicas - 1) * v.piece * 4);
+  check_flat(scratch, "scratch", device, at::kFloat, Mean::scratch(n, v.replicas));
+  s.recv = std::move(scratch);
   s.partials = bytes_on(device, (v.piece + kChunk - 1) / kChunk * 4);
   s.weights = zeros_on(device, v.replicas * sizeof(PerReplica));
   const auto words = static_cast<int64_t>(sizeof(PerReplica) / sizeof(float));

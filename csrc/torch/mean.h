@@ -16,9 +16,15 @@ class Mean {
   // Elements of a buffer for n: whole pieces for all replicas, which a transport may fill.
   static int64_t padded(int64_t n, int replicas) { return replicas * piece_size(n, replicas); }
 
+  // Elements of what arrives from the others.
+  static int64_t scratch(int64_t n, int replicas) {
+    return (replicas - 1) * piece_size(n, replicas);
+  }
+
   // flat: [padded] fp32 where the lane works, the first n of which are averaged; nobody else
-  // touches it before wait() has returned.
-  Mean(at::Tensor flat, int64_t n, std::shared_ptr<Comm> replica, std::shared_ptr<Lane> lane);
+  // touches it before wait() has returned. scratch: fp32, for all that one lane does in turn.
+  Mean(at::Tensor flat, int64_t n, at::Tensor scratch, std::shared_ptr<Comm> replica,
+       std::shared_ptr<Lane> lane);
 
   // True when the mean is there, or all that makes it is enqueued. Throws what went wrong.
   bool is_completed();

@@ -1,4 +1,5 @@
 // edit_ext._C: what Python sees, as a contents page.
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -98,7 +99,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("close", &Comm::close, py::arg("seconds"), unlocked())
       .def("poll", &Comm::poll);
   py::class_<C10dComm, Comm, shared_ptr<C10dComm>>(m, "C10dComm")
-      .def(py::init<std::string, std::string>(), py::arg("payload_group"), py::arg("scalar_group"));
+      .def(py::init<std::string, std::string, std::vector<std::string>>(), py::arg("payload_group"),
+           py::arg("scalar_group"), py::arg("names"));
   py::class_<DelayedComm, Comm, shared_ptr<DelayedComm>>(m, "DelayedComm")
       .def(py::init<shared_ptr<Comm>, double>(), py::arg("inner"), py::arg("seconds"));
 
@@ -110,7 +112,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("nccl_unique_id", [] { return py::bytes(nccl_unique_id()); });
   m.def("make_nccl_comm", &make_nccl_comm, py::arg("id"), py::arg("rank"), py::arg("size"),
         py::arg("lane"), py::arg("timeout"), py::arg("max_ctas") = 0,
-        py::arg("group") = "replica group", unlocked());
+        py::arg("group") = "replica group", py::arg("check") = Check(), unlocked());
   m.def("abort_all", &abort_all, py::arg("comms"), py::arg("reason"), unlocked());
   m.def("on_cuda", [](const at::Tensor& t) { return on_cuda(t.device()); });
   py::class_<BufferPool, shared_ptr<BufferPool>>(m, "BufferPool")
@@ -158,8 +160,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("detector", &Layer::detector);
 
   py::class_<Mean>(m, "Mean")
-      .def(py::init<at::Tensor, int64_t, shared_ptr<Comm>, shared_ptr<Lane>>(), py::arg("flat"),
-           py::arg("n"), py::arg("replica"), py::arg("lane"), unlocked())
+      .def(py::init<at::Tensor, int64_t, at::Tensor, shared_ptr<Comm>, shared_ptr<Lane>>(),
+           py::arg("flat"), py::arg("n"), py::arg("scratch"), py::arg("replica"), py::arg("lane"),
+           unlocked())
+      .def_static("scratch", &Mean::scratch, py::arg("n"), py::arg("replicas"))
       .def_static("padded", &Mean::padded, py::arg("n"), py::arg("replicas"))
       .def("is_completed", &Mean::is_completed, unlocked())
       .def("wait", &Mean::wait, unlocked());

@@ -16,9 +16,10 @@ constexpr const char* kLibrary = "libnccl_emulated.so";
 constexpr const char* kLibrary = "";  // torch's, or the machine's
 #endif
 
-[[maybe_unused]] void look_at_signals() {
+[[maybe_unused]] void look_around(const Check& check) {
   const pybind11::gil_scoped_acquire locked;
   if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+  if (check) check();
 }
 
 }  // namespace
@@ -32,7 +33,7 @@ std::string nccl_unique_id() {
 
 std::shared_ptr<Comm> make_nccl_comm(const std::string& id, int rank, int size,
                                      const std::shared_ptr<Lane>& lane, double timeout,
-                                     int max_ctas, const std::string& group) {
+                                     int max_ctas, const std::string& group, const Check& check) {
   nccl::UniqueId unique;
   TORCH_CHECK_VALUE(id.size() == sizeof(unique.bytes), "id has ", id.size(), " bytes; expected ",
                     sizeof(unique.bytes));
@@ -46,12 +47,12 @@ std::shared_ptr<Comm> make_nccl_comm(const std::string& id, int rank, int size,
     options.init_timeout = timeout;
     // A slow peer is waited for, as in C10dComm: the heartbeat tells it from a dead one and aborts.
     options.call_timeout = 1e6;
-    options.poll_signals = look_at_signals;
+    options.poll_signals = [check] { look_around(check); };
     return std::make_shared<NcclComm>(NcclLibrary::load(kLibrary), unique, rank, size, options,
                                       cuda->stream());
   }
 #endif
-  (void)rank, (void)size, (void)lane, (void)timeout, (void)max_ctas, (void)group;
+  (void)rank, (void)size, (void)lane, (void)timeout, (void)max_ctas, (void)group, (void)check;
   TORCH_CHECK_VALUE(false, "lane is not a direct lane of a CUDA device");
 }
 

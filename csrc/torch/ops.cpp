@@ -34,6 +34,7 @@ Tensor pseudo_grad_op(const Tensor& anchor, at::TensorList params, const Tensor&
   v.table = table.data_ptr();
   v.shard_sums = sum.data_ptr<double>();
   run_on(device, [&](Device& passes) { passes.pseudo_grad(v); });
+  written(send);
   return sum;
 }
 
@@ -88,11 +89,13 @@ Tensor merge_op(at::TensorList pieces, const Tensor& weights, const Tensor& merg
     const c10::DeviceGuard guard(device);
     cuda::merge_pieces(from, wire, weights.data_ptr<float>(), n, merged.data_ptr<float>(),
                        as<float>(partials), sum.data_ptr<double>(), current_stream(device));
+    written(merged);
     return sum;
   }
 #endif
   cpu_device().merge_pieces(from, wire, weights.data_ptr<float>(), n, merged.data_ptr<float>(),
                             as<float>(partials), sum.data_ptr<double>());
+  written(merged);
   return sum;
 }
 
@@ -120,12 +123,17 @@ void outer_step_op(const Tensor& merged, const Tensor& anchor, const Tensor& mom
   v.merge_records = as<MergeRecord>(record);
   v.decision = as<Decision>(decision);
   run_on(device, [&](Device& passes) { passes.outer_step(v, p); });
+  written(anchor);
+  written(momentum);
 }
 
 void write_back_op(const Tensor& anchor, at::TensorList params) {
   const at::Device device = place_of(anchor, "anchor");
   const Layout layout = layout_of(params, "params", device);
   check_flat(anchor, "anchor", device, at::kFloat, layout.size);
+  for (size_t i = 0; i < params.size(); ++i) {
+    check_written(params[i], "params[" + std::to_string(i) + "]");
+  }
   const Tensor table = bytes_on(device, table_bytes(layout.tensors.size()));
   LayerView v{};
   layout.describe(v);
@@ -133,6 +141,7 @@ void write_back_op(const Tensor& anchor, at::TensorList params) {
   v.anchor = anchor.data_ptr<float>();
   v.table = table.data_ptr();
   run_on(device, [&](Device& passes) { passes.write_back(v); });
+  for (const Tensor& t : params) written(t);
 }
 
 Tensor stream(int64_t kind, const Tensor& a, const Tensor& b, const Tensor& out) {

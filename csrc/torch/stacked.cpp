@@ -62,6 +62,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> stacked_outer_step(
   check_flat(anchor, "anchor", device, at::kFloat, stack.size);
   check_flat(momentum, "momentum", device, at::kFloat, stack.size);
   check_detector(detector, replicas, device);
+  for (size_t i = 0; i < params.size(); ++i) {
+    check_written(params[i], "params[" + std::to_string(i) + "]");
+  }
   const Policy p =
       make_policy("sgd", outer_lr, outer_momentum, nesterov, clip_norm, std::string(weighting),
                   temperature, z_threshold, ema_alpha, ema_warmup, max_flags_in_a_row);
@@ -91,10 +94,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> stacked_outer_step(
     const Tensor run_sums = bytes_on(device, plan.runs * pairs_of(count) * 4);
     v.run_sums = as<float>(run_sums);
     cuda::stacked_sync(stack.tensors, table.data_ptr(), v, plan, p, current_stream(device));
-    return {norms_in(decided), weights, flags_in(decided), scalars_in(decision)};
+  } else {
+    cpu::stacked_sync(cpu_device(), stack.tensors, v, p);
   }
-#endif
+#else
   cpu::stacked_sync(cpu_device(), stack.tensors, v, p);
+#endif
+  written(anchor);
+  written(momentum);
+  for (const Tensor& t : params) written(t);
   return {norms_in(decided), weights, flags_in(decided), scalars_in(decision)};
 }
 
