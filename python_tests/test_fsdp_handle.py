@@ -106,7 +106,7 @@ def resumed(stop: int, steps: int) -> dict[str, Any]:
     saved.seek(0)
     state = torch.load(saved)
     seat = (mesh["replica"].get_local_rank(), mesh["shard"].get_local_rank())
-    assert (state["replica"], state["shard"], state["format"]) == (*seat, 2)
+    assert (state["replica"], state["shard"], state["format"]) == (*seat, FORMAT)
     with pytest.raises(ValueError, match="continues on the rank that saved it"):
         sync.load_state_dict({**state, "shard": 1 - state["shard"]})
     sync.load_state_dict(state)
