@@ -14,6 +14,7 @@ its last window along. Anchors and outer momentum are all there.
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import warnings
 from collections.abc import Iterable, Sequence
@@ -201,7 +202,7 @@ def saved_in(source: Source, params: set[str] | None = None, run: str | None = N
     reader = source if isinstance(source, dcp.StorageReader) else dcp.FileSystemReader(source)
     try:
         keys = dict(reader.read_metadata().state_dict_metadata)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{source} is no checkpoint of torch.distributed.checkpoint") from error
     replicas: dict[str, int] = {}
     for match in filter(None, map(REPLICA.match, keys)):
