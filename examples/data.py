@@ -1,8 +1,8 @@
 """Text as bytes: where it comes from, what is held out, and which replica sees what at which step.
 
 By default the text is the source code of the Python standard library that runs this program: real
-text that every machine has. A batch is a pure function of (seed, replica, step), so a run resumes
-at any step without replaying, and replicas never see the same window within an epoch.
+text that every machine has. A batch is a pure function of seed, replica, step and what was dealt to
+others before, so a run resumes at any step without replaying, and no window comes twice an epoch.
 """
 
 from __future__ import annotations
@@ -172,24 +172,34 @@ class Batches:
 
     An epoch cuts the text into windows of `seq_len` bytes at a random offset and deals them, in
     random order, to replicas 0 .. world-1 in turn. Sequence j of step t of replica r is number
-    (t * batch_size + j) * world + r of that endless deal.
+    dealt + ((t - start) * batch_size + j) * world + r of that endless deal: the first `start` steps
+    have used up `dealt`.
     """
 
     def __init__(
-        self, text: Tensor, *, batch_size: int, seq_len: int, seed: int, rank: int, world: int
+        self,
+        text: Tensor,
+        *,
+        batch_size: int,
+        seq_len: int,
+        seed: int,
+        rank: int,
+        world: int,
+        start: int = 0,
+        dealt: int = 0,
     ) -> None:
         if len(text) <= seq_len:
             raise DataError(f"{len(text)} bytes of text are too few for --seq-len {seq_len}")
-        self.text, self.batch_size, self.seq_len = text, batch_size, seq_len
-        self.seed, self.rank, self.world = seed, rank, world
+        self.text, self.batch_size, self.seq_len, self.seed = text, batch_size, seq_len, seed
+        self.rank, self.world, self.start, self.dealt = rank, world, start, dealt
         self.windows = max(1, len(text) // seq_len - 1)  # whatever the offset
         self._orders: dict[int, Tensor] = {}
 
     def starts(self, step: int) -> list[int]:
         """First byte of each window of this step."""
-        first = step * self.batch_size
-        dealt = [(first + j) * self.world + self.rank for j in range(self.batch_size)]
-        return [int(self._order(n // self.windows)[n % self.windows]) for n in dealt]
+        first = self.dealt + (step - self.start) * self.batch_size * self.world + self.rank
+        mine = range(first, first + self.batch_size * self.world, self.world)
+        return [int(self._order(n // self.windows)[n % self.windows]) for n in mine]
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of this step, int64 [batch_size, seq_len] each."""

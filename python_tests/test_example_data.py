@@ -173,3 +173,21 @@ def test_a_data_set_is_read_from_its_text_column(monkeypatch):
     assert asked == [("wiki", "small")]
     assert len(corpus.train) == 20 * 7 + 2 + 20 * 6
     assert len(corpus.validation) == 20 * 7
+
+
+def test_the_deal_goes_on_with_another_number_of_replicas():
+    """Four replicas, then two, three and one: an epoch's windows come once each, none left out."""
+    text = torch.arange(256, dtype=torch.uint8).repeat(20)
+    sizes = {"batch_size": 2, "seq_len": 16, "seed": 3}
+    seen, dealt, step = [], 0, 0
+    for world, steps in ((4, 5), (2, 3), (3, 2), (1, 140)):
+        parts = [
+            Batches(text, **sizes, rank=rank, world=world, start=step, dealt=dealt)
+            for rank in range(world)
+        ]
+        for t in range(step, step + steps):
+            seen += [start for part in parts for start in part.starts(t)]
+        step, dealt = step + steps, dealt + steps * 2 * world
+    windows = parts[0].windows
+    assert len(seen) == dealt and 64 < windows < dealt
+    assert len(set(seen[:windows])) == windows
