@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 import tempfile
@@ -15,14 +14,15 @@ import torch
 
 import edit_ext
 from edit_ext.examples.data import check_data
+from edit_ext.examples.kinds import at_least, number, number_or_none, step_range
 from edit_ext.examples.model import PRESETS
 from edit_ext.examples.runlog import METRICS, tensorboard_missing
 
 METHODS = ("edit", "aedit", "sync")
 Kind = Callable[[str], Any]
 # What a resumed run may change; all other options must be those of the first part.
-CHANGEABLE = {"checkpoint_every", "eval_every", "log_every", "out", "overwrite", "resume",
-              "tensorboard", "threads", "timeout"}  # fmt: skip
+CHANGEABLE = {"checkpoint_every", "eval_every", "log_every", "out", "overwrite", "replicas",
+              "resume", "tensorboard", "threads", "timeout"}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -57,7 +57,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="edit-ext train",
         description="Train a byte-level Llama with EDiT, or with gradients averaged every step.",
-        epilog="Under torchrun the number of processes is the number of replicas.",
+        epilog="Under torchrun the number of processes is the number of replicas, and with "
+        "--resume auto the same line serves a job that is restarted with another number of them. "
+        "The learning rate follows the step, whatever the number of replicas; the global batch is "
+        "--batch-size sequences of each of them, so it grows with their number.",
         allow_abbrev=False,
     )
     add = _adder(parser, "the run")
@@ -65,9 +68,11 @@ def build_parser() -> argparse.ArgumentParser:
         "evaluation and checkpoint; or gradients averaged every step", choices=METHODS)  # fmt: skip
     add("--replicas", at_least(1), _world(), "processes to start here, one replica each")
     add("--threads", at_least(1), None, "torch threads of each process; else the cores are shared")
-    add("--out", str, "runs/lm", "folder for metrics and checkpoints")
+    add("--out", str, "runs/lm", "folder for metrics and checkpoints, the same for all machines")
     add("--overwrite", None, None, "replace a run found in --out")
-    add("--resume", None, None, "go on from the last checkpoint in --out")
+    add("--resume", str, None, "go on from the last checkpoint in --out, with this number of "
+        "replicas; auto: begin, in place of what is there, if none is", nargs="?", const="always",
+        choices=("auto", "always"))  # fmt: skip
     add("--checkpoint-every", at_least(0), 0, "steps; 0 = never")
     add("--eval-every", at_least(0), 100, "steps; 0 = only at the end")
     add("--eval-windows", at_least(1), 256, "held-out windows of --seq-len bytes to evaluate on")
@@ -146,6 +151,10 @@ def check_options(options: argparse.Namespace) -> None:
         )
     if options.timeout <= 0:
         raise ValueError(f"--timeout must be positive, got {options.timeout}")
+    if options.resume and options.overwrite:
+        raise ValueError("--resume goes on with what --overwrite replaces: give one of them")
+    if options.resume == "auto" and not options.checkpoint_every:
+        raise ValueError("--resume auto needs --checkpoint-every, or a restart begins again")
     if options.tensorboard and tensorboard_missing():
         raise ValueError("--tensorboard needs the package tensorboard: pip install tensorboard")
     try:
@@ -201,35 +210,6 @@ def edit_config(options: argparse.Namespace) -> edit_ext.EDiT | edit_ext.AEDiT:
 def fixed_settings(options: argparse.Namespace) -> dict[str, object]:
     """The options that make a run what it is: what a resumed run must have in common with it."""
     return {k: v for k, v in sorted(vars(options).items()) if k not in CHANGEABLE}
-
-
-def number(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"must be finite, got {text}")
-    return value
-
-
-def number_or_none(text: str) -> float | None:
-    return None if text.lower() in ("none", "off") else number(text)
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
-        return value
-
-    number.__name__ = "whole number"  # argparse says: invalid whole number value
-    return number
-
-
-def step_range(text: str) -> tuple[int, int]:
-    first, _, last = text.partition(":")
-    if not (first.isdigit() and last.isdigit() and int(first) < int(last)):
-        raise argparse.ArgumentTypeError(f"wants A:B with A < B, got {text!r}")
-    return int(first), int(last)
 
 
 CONFIGS: dict[str, type[edit_ext.EDiT | edit_ext.AEDiT]] = {

@@ -13,19 +13,22 @@ import torch
 from torch import Tensor
 
 import edit_ext
+from edit_ext.examples.checkpoint import Saved
 from edit_ext.examples.data import Corpus
 from edit_ext.examples.model import Llama, parameter_count
 from edit_ext.examples.options import fixed_settings
 from edit_ext.examples.runlog import RunLog
 
+NOTHING: dict[str, Any] = {"tokens": 0, "seconds": 0.0, "losses": []}
 SUMS = ("bytes_sent", "syncs", "sync_seconds", "exposed_sync_seconds")  # of Handle.totals()
 
 
 class Records:
     """The records of one run, and its stopwatch. Only rank 0 writes; all ranks may call.
 
-    `before` is the `state` of the first `start` steps, when a checkpoint is resumed. Seconds leave
-    out what happens inside `paused`: evaluation and checkpoints.
+    `saved` is the checkpoint that the run goes on from, and its records those of replica 0: seconds
+    and bytes are of one process, the one that is replica 0 at the time. Seconds and bytes leave out
+    what happens inside `paused`: evaluation and checkpoints.
     """
 
     def __init__(
@@ -33,13 +36,15 @@ class Records:
         options: argparse.Namespace,
         rank: int,
         replicas: int,
-        start: int = 0,
-        before: dict[str, Any] | None = None,
+        saved: Saved | None = None,
     ) -> None:
-        self.options, self.replicas = options, replicas
-        before = before or {"seconds": 0.0, "losses": [], "sums": dict.fromkeys(SUMS, 0)}
+        self.options, self.replicas, self.saved = options, replicas, saved
+        start = saved.step if saved else 0
+        before = saved.records if saved else {**NOTHING, "sums": dict.fromkeys(SUMS, 0)}
         self._sums, self._seconds = before["sums"], before["seconds"]
         self.tokens_per_step = options.batch_size * options.seq_len * replicas
+        self._tokens = before["tokens"] - start * self.tokens_per_step
+        self._aside = 0.0  # bytes sent inside `paused`
         folder = Path(options.out) if rank == 0 else None
         self.log = RunLog(folder, start=start, steps=options.steps, tensorboard=options.tensorboard)
         self.step_done = start
@@ -53,31 +58,46 @@ class Records:
         now = time.perf_counter() if self._stopped is None else self._stopped
         return self._seconds + now - self._since
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that all replicas together have seen, however many there were at the time."""
+        return int(self._tokens) + self.step_done * self.tokens_per_step
+
     def sums(self, sync: edit_ext.Handle) -> dict[str, float]:
         """Bytes sent, syncs and their seconds over the whole run."""
         totals = sync.totals()
+        totals["bytes_sent"] -= self._aside
         return {key: self._sums[key] + totals[key] for key in SUMS}
 
     def state(self, sync: edit_ext.Handle) -> dict[str, Any]:
-        """What a checkpoint keeps, in plain numbers: seconds, sums, losses not yet written."""
-        losses = [float(loss) for loss in self._losses]
-        return {"seconds": self.seconds(), "sums": self.sums(sync), "losses": losses}
+        """What a checkpoint keeps, in plain numbers: tokens, seconds, sums, losses not written."""
+        return {
+            "tokens": self.tokens, "seconds": self.seconds(), "sums": self.sums(sync),
+            "losses": [float(loss) for loss in self._losses],
+        }  # fmt: skip
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Stop the watch."""
+    def paused(self, sync: edit_ext.Handle) -> Iterator[None]:
+        """Stop the watch, and the count of bytes."""
+        sent = sync.totals()["bytes_sent"]
         self._stopped = began = time.perf_counter()
         try:
             yield
         finally:
+            self._aside += sync.totals()["bytes_sent"] - sent
             self._since += time.perf_counter() - began
             self._stopped = None
 
     def begin(self, model: Llama, corpus: Corpus) -> None:
-        """The first line: all settings."""
+        """The first line: all settings; of a resumed run, only words."""
+        if self.saved:
+            before, now = self.saved.replicas, self.replicas
+            change = "" if before == now else f" in place of {before}"
+            self.log.say(f"goes on after step {self.saved.step} with {now} replicas{change}")
+            return
         parameters = parameter_count(model)
         self.log.write(
-            "config", **fixed_settings(self.options), params=parameters,
+            "config", **fixed_settings(self.options), replicas=self.replicas, params=parameters,
             layers=len(model.layers), torch=torch.__version__,
         )  # fmt: skip
         self.log.say(
@@ -100,22 +120,20 @@ class Records:
         self._lap = (done, seconds)
         self._syncs(sync)
         self.log.write(
-            "train", step=done, tokens=done * self.tokens_per_step, loss=mean, lr=lr,
-            tokens_per_s=rate, seconds=seconds, replica=0,
+            "train", step=done, tokens=self.tokens, loss=mean, lr=lr, tokens_per_s=rate,
+            seconds=seconds, replica=0, replicas=self.replicas,
         )  # fmt: skip
         self.log.progress(done, f"loss {mean:.4f}  {rate:,.0f} tokens/s")
 
     def validation(self, value: float) -> None:
-        tokens = self.step_done * self.tokens_per_step
-        self.log.write("val", step=self.step_done, tokens=tokens, val_loss=value)
+        self.log.write("val", step=self.step_done, tokens=self.tokens, val_loss=value)
         self.log.say(f"step {self.step_done}  validation loss {value:.4f}")
 
     def end(self, sync: edit_ext.Handle, val_loss: float) -> None:
         """The last line: what the run came to, and what its syncs cost this rank."""
         self._syncs(sync)
         self.validation(val_loss)
-        sums, seconds = self.sums(sync), self.seconds()
-        tokens = self.step_done * self.tokens_per_step
+        sums, seconds, tokens = self.sums(sync), self.seconds(), self.tokens
         self.log.write(
             "summary", method=self.options.method, replicas=self.replicas, steps=self.step_done,
             tokens=tokens, final_val_loss=val_loss, tokens_per_s=tokens / seconds,

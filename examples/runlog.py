@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,7 +27,9 @@ class RunLog:
             return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS
-        path.write_text("".join(_lines_up_to(path, start) if start else []))
+        part = path.with_name(METRICS + ".part")
+        part.write_text("".join(_lines_up_to(path, start) if start else []))
+        os.replace(part, path)  # a kill in between must not cost the first part its lines
         self._file = path.open("a", buffering=1)
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter

@@ -2,6 +2,11 @@
 
 edit-ext train --replicas 4 --sync-every 20 --warmup-steps 100
 torchrun --nproc-per-node 4 -m edit_ext.examples.train_lm --sync-every 20 --warmup-steps 100
+
+Elastic: workers may be lost or join at any moment, and all that are there begin again together.
+torchrun --nnodes 1:8 --nproc-per-node 1 --max-restarts 100 --rdzv-backend c10d \\
+    --rdzv-endpoint HOST:PORT --rdzv-id NAME \\
+    -m edit_ext.examples.train_lm --out SHARED/FOLDER --checkpoint-every 100 --resume auto
 """
 
 from __future__ import annotations
@@ -12,9 +17,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +27,14 @@ import edit_ext
 from edit_ext import launch
 from edit_ext.examples.checkpoint import (
     ResumeError,
+    Saved,
     clear_checkpoints,
+    find_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
 from edit_ext.examples.data import Batches, Corpus, DataError, load_corpus, validation_batches
+from edit_ext.examples.meeting import init_replicas
 from edit_ext.examples.model import PRESETS, Llama
 from edit_ext.examples.options import edit_config, fixed_settings, parse_options
 from edit_ext.examples.records import Records
@@ -36,33 +42,33 @@ from edit_ext.examples.records import Records
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def train(options: argparse.Namespace, corpus: Corpus, saved: dict[str, Any] | None) -> None:
-    """The run of one replica, from `saved` (its checkpoint) on if there is one."""
+def train(options: argparse.Namespace, corpus: Corpus, saved: Saved | None) -> None:
+    """The run of one replica, from `saved` (on rank 0; the others hear of it) on if there is one.
+
+    Raises ResumeError if that cannot be read.
+    """
     rank, replicas = init_replicas(options.timeout)
-    if rank == 0 and not saved:
-        clear_checkpoints(Path(options.out))  # before attach, where the ranks meet
+    if rank == 0:
+        clear_checkpoints(Path(options.out), keep=saved.path if saved else None)
+    saved = from_rank_0(saved)
     torch.manual_seed(options.seed)  # the same everywhere: replicas start equal
     device = home(options)
     model = build_model(options).to(device)
     optimizer = build_optimizer(model, options)
     sync = edit_ext.attach(model, optimizer, edit_config(options))
-    start = 0
-    if saved:
-        start = saved["step"]
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        sync.load_state_dict(saved["sync"])
-
+    records = Records(options, rank, replicas, saved)
     batches = Batches(
         corpus.train, batch_size=options.batch_size, seq_len=options.seq_len, seed=options.seed,
-        rank=sync.data_rank, world=sync.data_world,
+        rank=sync.data_rank, world=sync.data_world, start=records.step_done,
+        dealt=records.tokens // options.seq_len,
     )  # fmt: skip
-    records = Records(options, rank, replicas, start, saved["records"] if saved else None)
-    if not saved:
-        records.begin(model, corpus)
 
     with sync:
-        for step in range(start, options.steps):
+        if saved:
+            with records.paused(sync):
+                load_checkpoint(saved.path, sync, model, optimizer)
+        records.begin(model, corpus)
+        for step in range(records.step_done, options.steps):
             at = step if options.lr_by == "local" else sync.mean_step
             lr = set_learning_rate(optimizer, at, options)
             inputs, targets = next_batch(batches, step, options)
@@ -77,30 +83,30 @@ def train(options: argparse.Namespace, corpus: Corpus, saved: dict[str, Any] | N
             records.step(done, loss, lr, sync)
             if due(done, options.eval_every) and done < options.steps:
                 meet(sync, options)
-                with records.paused(), sync.anchor_weights():
+                with records.paused(sync), sync.anchor_weights():
                     records.validation(evaluate(model, corpus, options))
             if due(done, options.checkpoint_every):
                 meet(sync, options)
-                with records.paused():
-                    save_checkpoint(Path(options.out), rank, {
-                        "step": done, "model": model.state_dict(),
-                        "optimizer": optimizer.state_dict(), "sync": sync.state_dict(),
-                        "settings": fixed_settings(options), "records": records.state(sync),
-                    })  # fmt: skip
+                with records.paused(sync):
+                    save_checkpoint(
+                        Path(options.out), done, sync, model, optimizer,
+                        settings=fixed_settings(options), records=records.state(sync),
+                    )  # fmt: skip
     # Leaving `with sync` has ended the last window: all replicas hold the agreed weights.
-    with records.paused():
+    with records.paused(sync):
         final = evaluate(model, corpus, options)
     records.end(sync, final)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def init_replicas(timeout: float) -> tuple[int, int]:
-    """(rank, replicas) of this process; a single replica needs no process group."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return 0, 1
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-    return dist.get_rank(), dist.get_world_size()
+def from_rank_0(saved: Saved | None) -> Saved | None:
+    """What rank 0 has found: on a network file system others may still see the step before."""
+    if dist.is_initialized():
+        found = [saved]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+    return saved
 
 
 def home(options: argparse.Namespace) -> torch.device:
@@ -192,18 +198,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return launch.train(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    rank = int(os.environ.get("RANK", "0"))
     try:
         corpus = load_corpus(options.data, window=options.seq_len + 1)
         saved = None
-        if options.resume:
-            saved = load_checkpoint(Path(options.out), rank, fixed_settings(options))
+        if options.resume and os.environ.get("RANK", "0") == "0":
+            saved = find_checkpoint(
+                Path(options.out), fixed_settings(options), begin=options.resume == "auto"
+            )
+        train(options, corpus, saved)
     except (DataError, ResumeError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one line a machine
             print(f"edit-ext train: {error}", file=sys.stderr, flush=True)
         return 2
-    try:
-        train(options, corpus, saved)
     except KeyboardInterrupt:
         return 130
     return 0
