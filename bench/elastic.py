@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -127,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--steps-per-phase", type=positive, default=STEPS, metavar="N", help=f"({STEPS})"
     )
     options = parser.parse_args(arguments)
-    steps, began, load = options.steps_per_phase, time.perf_counter(), os.getloadavg()[0]
+    steps, began, before = options.steps_per_phase, time.perf_counter(), machine()
     runs: dict[str, dict[str, Result]] = {method: {} for method in METHODS}
     try:
         for method in METHODS:
@@ -140,8 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     seconds = time.perf_counter() - began
     result = {
-        "steps_per_phase": steps, "seconds": round(seconds), "machine": machine(),
-        "load_before": round(load, 2),
+        "steps_per_phase": steps, "seconds": round(seconds), "machine": before,
         "settings": {method: settings(method, steps, 4) for method in METHODS}, "runs": runs,
     }  # fmt: skip
     (options.out / "elastic.json").write_text(json.dumps(result, indent=1) + "\n")

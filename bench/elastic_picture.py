@@ -41,7 +41,8 @@ def _panel(ax: Any, name: str, runs: dict[str, Any], steps: int) -> None:
             (STEADY, {"linewidth": 1.4, "linestyle": "--"}, f"{method}, always 4"),
         ):
             curve = runs[method][which]["curve"]
-            ax.plot(*zip(*curve, strict=True), color=colour, label=label, **line)
+            x, y = zip(*curve, strict=True)
+            ax.plot(x, y, color=colour, label=label, clip_on=False, **line)
     for number, phase in enumerate(runs["sync"][name]["phases"]):
         if number:
             ax.axvline(number * steps, color="#999999", linewidth=1, linestyle=":")
@@ -49,8 +50,10 @@ def _panel(ax: Any, name: str, runs: dict[str, Any], steps: int) -> None:
         ax.text(
             (number + 0.5) * steps, 0.97, f"{count} replica{'s' if count > 1 else ''}",
             ha="center", va="top", transform=ax.get_xaxis_transform(), color="#444444",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 2},
         )  # fmt: skip
     ax.set_xlim(0, steps * 4)
+    ax.set_xticks([number * steps for number in range(5)])
     ax.set_xlabel("optimizer steps of each replica")
     grows = runs["sync"][name]["phases"][0]["replicas"] == 1
     ax.set_title("Replicas join" if grows else "Replicas leave")
