@@ -3,9 +3,10 @@
 edit-ext train --replicas 4 --sync-every 20 --warmup-steps 100
 torchrun --nproc-per-node 4 -m edit_ext.examples.train_lm --sync-every 20 --warmup-steps 100
 
-Elastic: workers may be lost or join at any moment, and all that are there begin again together.
-torchrun --nnodes 1:8 --nproc-per-node 1 --max-restarts 100 --rdzv-backend c10d \\
-    --rdzv-endpoint HOST:PORT --rdzv-id NAME \\
+Elastic: machines come and go, and those that are there go on from the last checkpoint. Without the
+variable, torchrun takes no machine into a running job (seen with torch 2.13).
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:8 --nproc-per-node 1 --max-restarts 100 \\
+    --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id NAME \\
     -m edit_ext.examples.train_lm --out SHARED/FOLDER --checkpoint-every 100 --resume auto
 """
 
