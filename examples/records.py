@@ -70,7 +70,11 @@ class Records:
         return {key: self._sums[key] + totals[key] for key in SUMS}
 
     def state(self, sync: edit_ext.Handle) -> dict[str, Any]:
-        """What a checkpoint keeps, in plain numbers: tokens, seconds, sums, losses not written."""
+        """What a checkpoint keeps, in plain numbers: tokens, seconds, sums, losses not written.
+
+        Syncs are written down first, since a run that goes on from there cannot tell of them.
+        """
+        self._syncs(sync)
         return {
             "tokens": self.tokens, "seconds": self.seconds(), "sums": self.sums(sync),
             "losses": [float(loss) for loss in self._losses],

@@ -94,13 +94,15 @@ def test_by_the_clock(text, tmp_path, by):
     assert rates == pytest.approx([1 + (t if by == "local" else last[t]) for t in range(12)])
 
 
-def test_a_resumed_run_equals_an_unbroken_one(text, tmp_path):
-    """Stopped in the middle of a window: the same records to the last digit, and the same sums."""
+@pytest.mark.parametrize("stop", [8, 9])
+def test_a_resumed_run_equals_an_unbroken_one(text, tmp_path, stop):
+    """Stopped in the middle of a window, at once after the checkpoint of step 8 and later: the same
+    records to the last digit, and the same sums."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     common = [*SMALL, "--data", text, "--checkpoint-every", "4"]
     assert train_lm.main([*common, "--out", str(whole)]) == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_lm, "set_learning_rate", stop_at(9))
+        patch.setattr(train_lm, "set_learning_rate", stop_at(stop))
         with pytest.raises(OSError, match="power cut"):
             train_lm.main([*common, "--out", str(parts)])
     assert train_lm.main([*common, "--out", str(parts), "--resume"]) == 0
