@@ -14,6 +14,7 @@ from ranks import Ranks
 from torch import Tensor
 
 from edit_ext.sharding import local
+from edit_ext.state import FORMAT
 
 
 def life(plain: bool) -> list[dict[str, Tensor]]:
