@@ -110,7 +110,7 @@ void void_syncs() {
         Case before(shapes, wire, 1, 2, 77), after(shapes, wire, 1, 2, 77);
         after.v.anchored = anchored;
         CudaDevice device(nullptr);
-        after.sync(device, p, 0);
+        after.sync(device, p, 0, [] {});
         CHECK(after.decision.skip == kVoid && after.decision.status == kOk);
         for (const size_t i : {0, 1}) {
           CHECK(after.tensors[i].equals(before.tensors[i]));
@@ -119,7 +119,7 @@ void void_syncs() {
         }
         CHECK(same_bits(after.detectors, before.detectors));
         p.min_steps = 3 * 2;  // enough
-        after.sync(device, p, -1);
+        after.sync(device, p, -1, [] {});
         CHECK(after.decision.skip == kNoSkip && !after.tensors[0].equals(before.tensors[0]));
       }
     }
