@@ -158,7 +158,16 @@ def _serve(connection: Connection, port: int) -> None:
         if not outcome.good:
             return  # through the interpreter's exit, which must not hang either
         dist.destroy_process_group()
+        _forget_meshes()
         gc.collect()
+
+
+def _forget_meshes() -> None:
+    """torch keeps what it found out about operators on a mesh, and takes the mesh of an earlier job
+    for this one's, with groups that are gone."""
+    if "torch.distributed.tensor" in sys.modules:
+        debug = importlib.import_module("torch.distributed.tensor.debug")
+        debug._clear_sharding_prop_cache()
 
 
 def _resolve(module: str, name: str) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ ROWS = {
     27: "dead rank: hang, or healthy processes killed",
     28: "teardown: a destructor waited for a thread while holding the interpreter lock",
     29: "uneven data: ranks with more batches waited for ever",
+    30: "restart: the unique id of the previous life was read from the shared store",
     31: "build isolation: setup.py imported a torch that was not there",
     32: "toolkit: tracebacks and late refusals without a matching one",
     33: "benchmark: times that did not wait for the work",

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kProductThreads)
   }
 }
 
-__global__ void __launch_bounds__(kWarp)
+__global__ void __launch_bounds__(kWarp, 1)
     decide_stacked_kernel(const StackedView v, const Policy p) {
   __shared__ double sums[kMaxPairs];
   const int pairs = pairs_of(v.replicas);

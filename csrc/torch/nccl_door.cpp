@@ -2,6 +2,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
 #include <cstring>
 
 #include "../comm/nccl.h"
@@ -47,9 +48,13 @@ std::shared_ptr<Comm> make_nccl_comm(const std::string& id, int rank, int size,
     options.init_timeout = timeout;
     // A slow peer is waited for, as in C10dComm: the heartbeat tells it from a dead one and aborts.
     options.call_timeout = 1e6;
-    options.poll_signals = [check] { look_around(check); };
-    return std::make_shared<NcclComm>(NcclLibrary::load(kLibrary), unique, rank, size, options,
-                                      cuda->stream());
+    // Later on it is the heartbeat's own thread that ends a wait, by an abort.
+    const auto joining = std::make_shared<std::atomic<bool>>(true);
+    options.poll_signals = [check, joining] { look_around(*joining ? check : Check()); };
+    auto comm = std::make_shared<NcclComm>(NcclLibrary::load(kLibrary), unique, rank, size, options,
+                                           cuda->stream());
+    *joining = false;
+    return comm;
   }
 #endif
   (void)rank, (void)size, (void)lane, (void)timeout, (void)max_ctas, (void)group, (void)check;

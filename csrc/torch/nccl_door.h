@@ -21,7 +21,7 @@ std::string nccl_unique_id();
 // Collective over the `size` ranks that pass this id. lane: direct, see CudaLane. timeout: seconds
 // for all to come; calls wait until an abort or Ctrl-C ends them. max_ctas: SMs that an exchange
 // may take, 0: the library's choice. group: its name in messages. Called without the interpreter
-// lock. check: called now and then while something is waited for; what it throws ends the wait.
+// lock. check: called now and then until all have come; what it throws ends that wait.
 std::shared_ptr<Comm> make_nccl_comm(const std::string& id, int rank, int size,
                                      const std::shared_ptr<Lane>& lane, double timeout,
                                      int max_ctas, const std::string& group, const Check& check);
