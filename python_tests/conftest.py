@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -19,3 +20,8 @@ def _pool() -> Iterator[Ranks]:
 def ranks(_pool: Ranks) -> Ranks:
     """Processes that serve as ranks, shared by the whole run."""
     return _pool
+
+
+# A shell's background job ignores Ctrl-C, and so would the processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
