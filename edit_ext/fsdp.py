@@ -11,7 +11,7 @@ group; and, on a GPU, a gather on a stream that does not wait for the stream we 
 Private names of torch, all in this file; the tests above fail where one stops doing its work:
 of FSDPModule _get_fsdp_state; of its state _fsdp_param_groups (_fsdp_param_group before there were
 several), _states_to_forward_prefetch, _modules; of a group fsdp_params, mesh_info,
-_all_gather_result. Tested with torch 2.13.0.
+_all_gather_result. Tested with torch 2.13.0 and 2.14.1.
 """
 
 from __future__ import annotations

@@ -19,7 +19,15 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch==2.14.1"  # CUDA 13.0; the newest that these tests ran with
 PINNED = ("setuptools", "ninja", "pytest", "pytest-timeout", "hypothesis", "cmake", "numpy")
 NEEDED_BYTES = 9 << 30
-TESTS = ("test_ops.py", "test_reference.py", "test_trajectory.py", "test_hook_patterns.py")
+TESTS = (
+    "test_ops.py",
+    "test_ops_input.py",
+    "test_reference.py",
+    "test_trajectory.py",
+    "test_hook_patterns.py",
+    "test_fsdp.py",
+    "test_fsdp_gather.py",
+)
 FORBIDDEN = re.compile(r"\b(nccl[A-Z]\w+|cublas\w+|cu[A-Z]\w+)\b")  # NCCL, cuBLAS, the driver
 NO_TOOL = 3  # exit code: a tool is missing
 
