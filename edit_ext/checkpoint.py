@@ -112,6 +112,8 @@ class Checkpoint:
             counts[name] = round(counts[name] * len(rows) / meta["replicas"])
         take_counts(engine, counts)
         engine.warmup_may_be_over()
+        # From now on this tree is good for saving: no room for what is to come, but what is here.
+        self._saved, self._own = None, f"replica{mine}"
 
     def _meta(self) -> dict[str, Any]:
         engine = self._engine

@@ -86,6 +86,7 @@ class GradientAverager:
     def before_step(self) -> None:
         """Run the round of a step that has had none: no backward, or all of them in no_sync()."""
         if not self._ran:
+            self.reset()
             self._start()
             self._finish(done=False)
 
@@ -94,7 +95,7 @@ class GradientAverager:
         self._ran = False
 
     def reset(self) -> None:
-        """A new training forward begins: end a round whose backward was broken off.
+        """A new forward or a step begins: end a round whose backward was broken off.
 
         Its buckets are on their way, so the peers must hear that they mean nothing. Raises
         RuntimeError, as on the peers, unless all of them have broken off.
@@ -108,6 +109,7 @@ class GradientAverager:
 
         Raises RuntimeError, as on the peers, unless all of them have ended too.
         """
+        self.reset()
         self._start()
         self._finish(done=True)
 

@@ -131,6 +131,25 @@ def test_layers_cut_otherwise(tmp_path: Path) -> None:
     assert sync.sync_index == run[2].sync_index + 1
 
 
+def test_a_tree_that_was_loaded_can_be_saved(tmp_path: Path) -> None:
+    """It then holds the optimizer's states, not the empty room that they were loaded into."""
+    run = trained(6)
+    save(run, tmp_path / "first")
+    model, optimizer, sync = trained(0)
+    tree = {"run": sync.checkpoint(model, optimizer, tmp_path / "first")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(tree, checkpoint_id=tmp_path / "first", no_dist=True)
+        nets.train_step(model, optimizer, 0, 6)
+        dcp.save(tree, checkpoint_id=tmp_path / "second", no_dist=True)
+    again = trained(0)
+    load(again, tmp_path / "second")
+    assert again[2].step == 7
+    for param, twin in zip(model.parameters(), again[0].parameters(), strict=True):
+        for key, value in optimizer.state[param].items():
+            assert torch.equal(value, again[1].state[twin][key]) and value.any()
+
+
 def test_not_inside_a_sync(tmp_path: Path) -> None:
     """Between the forward and the step of a sync there is nothing whole to save."""
     model, optimizer, sync = trained(4)

@@ -29,8 +29,8 @@ class Breaks(torch.autograd.Function):
         return grad
 
 
-def train(broken: list[int]) -> list[float]:
-    """Gradient sums of the steps; the ranks `broken` retry the second one."""
+def train(broken: list[int], retry: bool = True) -> list[float]:
+    """Gradient sums of the steps; the ranks `broken` retry the second one, or step without."""
     rank = dist.get_rank()
     warmup.BUCKET = 40  # elements, so that a layer is a bucket
     torch.manual_seed(0)
@@ -53,8 +53,10 @@ def train(broken: list[int]) -> list[float]:
             except MemoryError:
                 Breaks.armed = False
                 optimizer.zero_grad()
-                backward()
-            sums.append([float(p.grad.double().sum()) for p in model.parameters()])
+                if retry:
+                    backward()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            sums.append([float(grad.double().sum()) for grad in grads])
             optimizer.step()
             optimizer.zero_grad()
     return sums
@@ -67,9 +69,11 @@ def test_all_replicas_retry(ranks: Ranks) -> None:
     assert straight[0] == straight[1] == retried[0] == retried[1]
 
 
+@pytest.mark.parametrize("retry", [True, False])
 @pytest.mark.parametrize("who", [0, 1])
-def test_one_replica_alone_is_an_error_on_both(ranks: Ranks, who: int) -> None:
-    """Its peers average gradients that it has not: nobody goes on with those."""
-    for outcome in ranks.outcomes(2, train, [who]):
+def test_one_replica_alone_is_an_error_on_both(ranks: Ranks, who: int, retry: bool) -> None:
+    """Its peers average gradients that it has not: nobody goes on with those, whether it tries
+    again or goes on to its step."""
+    for outcome in ranks.outcomes(2, train, [who], retry):
         assert outcome.error is not None
         assert "broke off a backward" in outcome.error, outcome.error
