@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dsd
 
-from . import optimizer_state
+from . import momentum, optimizer_state
 from .engine import Engine
 from .layer import clean
 from .sharding import from_local, is_sharded, local
@@ -101,9 +101,8 @@ class Checkpoint:
             if unit.name not in odd:
                 detectors = torch.tensor(meta["detectors"][unit.name], dtype=torch.float64)
                 layer.detector.copy_(detectors[rows])
-            if layer.momentum is not None:
-                whole = layer.join([local(state["momentum"][name]) for name in unit.params])
-                layer.momentum.copy_(whole.view(len(rows), -1)[mine])
+            whole = layer.join([local(state["momentum"][name]) for name in unit.params])
+            momentum.put(layer, whole, mine)
         if meta["order"] and not odd:
             places = {unit.name: index for index, unit in enumerate(engine.plan.units)}
             engine.syncs.set_order([places[name] for name in meta["order"]])
@@ -144,11 +143,8 @@ class Checkpoint:
     def _momenta(self) -> Iterable[Tensor]:
         """The outer momentum of whole layers, from the replicas' pieces."""
         for layer in self._engine.syncs.anchored_layers():
-            assert layer.momentum is not None  # every anchored layer has one
-            pieces = self._engine.mesh.replica.gather_tensor(
-                layer.momentum.cpu(), f"checkpoint, outer momentum of layer {layer.name!r}"
-            )
-            yield torch.cat(pieces).to(layer.momentum.device)
+            whole = momentum.gather(layer, self._engine.mesh.replica, "checkpoint")
+            yield whole.to(layer.anchor.device)
 
     def _by_name(self, flats: Iterable[Tensor]) -> dict[str, Tensor]:
         """Flat tensors of all layers as tensors shaped and sharded like the parameters."""

@@ -11,6 +11,7 @@ from typing import Any
 WEIGHTINGS = ("softmax", "uniform", "steps")
 GRANULARITIES = ("layer", "model")
 WIRES = ("fp32", "bf16")
+MOMENTA = ("sharded", "replicated")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,9 @@ class Method:
     """What is waited for: "layer": each at its own forward; "model": all before the root's."""
     wire: str = "fp32"
     """Format of what is exchanged: "fp32" or "bf16"."""
+    momentum: str = "sharded"
+    """Where the outer momentum is: "sharded": each replica holds its part of it (4/R bytes a
+    parameter); "replicated": all of it (4 bytes), so that none is lost with a replica."""
     timeout: float = 600.0
     """Seconds for which a peer may be silent. A peer that is slow but alive is waited for."""
     average_buffers: bool = True
@@ -66,6 +70,7 @@ class Method:
         self._choice("weighting", WEIGHTINGS)
         self._choice("granularity", GRANULARITIES)
         self._choice("wire", WIRES)
+        self._choice("momentum", MOMENTA)
         for name in ("nesterov", "average_buffers"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, but is {getattr(self, name)!r}.")

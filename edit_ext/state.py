@@ -12,13 +12,13 @@ from .engine import Engine
 from .schedule import COUNTS
 from .sharding import local
 
-FORMAT = 3
+FORMAT = 4
 KEYS = (
     "method", "config", "outer_lr", "replica", "replicas", "shard", "shards", "step", "sync_index",
     "window_steps", "agreed_steps", "shown_steps", "anchored", "armed", "asked", "elapsed", "order",
     "anchors", "layers",
 )  # fmt: skip
-LAYER_KEYS = ("params", "momentum_piece", "detector")
+LAYER_KEYS = ("params", "momentum", "detector")
 
 
 def state_dict(engine: Engine) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def state_dict(engine: Engine) -> dict[str, Any]:
         momentum = layer.momentum
         layers[unit.name] = {
             "params": list(unit.params),
-            "momentum_piece": None if momentum is None else momentum.clone(),
+            "momentum": None if momentum is None else momentum.clone(),
             "detector": layer.detector.clone(),
         }
     return {
@@ -65,7 +65,7 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
         layer.load_anchor([state["anchors"][name] for name in unit.params])
         layer.detector.copy_(saved["detector"])
         if layer.momentum is not None:
-            layer.momentum.copy_(saved["momentum_piece"])
+            layer.momentum.copy_(saved["momentum"])
     engine.warmup_may_be_over()
 
 
@@ -131,6 +131,7 @@ def _check(engine: Engine, state: dict[str, Any]) -> None:
                 f"the state has {name} {state[name]!r}, this run has {value!r}; a state continues "
                 "on the rank that saved it, with the same number of replicas and shards"
             )
+    held = {layer.name: layer.momentum for layer in engine.syncs.anchored_layers()}
     for unit in engine.plan.units:
         saved = state["layers"].get(unit.name)
         if saved is None:
@@ -140,6 +141,14 @@ def _check(engine: Engine, state: dict[str, Any]) -> None:
             raise ValueError(
                 f"layer {unit.name!r} has the parameters {list(unit.params)}, "
                 f"in the state {saved['params']}"
+            )
+        momentum, here_too = saved["momentum"], held[unit.name]
+        if here_too is not None and momentum.shape != here_too.shape:
+            raise ValueError(
+                f"layer {unit.name!r} has {here_too.numel()} elements of outer momentum on this "
+                f"replica, in the state {momentum.numel()}; it was saved with momentum="
+                f"{state['config'].get('momentum')!r}, this run has {engine.config.momentum!r}: "
+                "Handle.checkpoint() can go on with another setting, a state cannot"
             )
         _refuse_missing("'anchors' in the state", state["anchors"], unit.params)
         for name, param in unit.params.items():

@@ -253,6 +253,7 @@ class Syncs:
             pool=self.pool,
             wire=self._clock.config.wire,
             counted=unit.counted,
+            replicated=self._clock.config.momentum == "replicated",
         )
 
     def _buffer_layer(self) -> _C.Layer:

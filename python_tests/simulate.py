@@ -35,6 +35,7 @@ class Rules:
     ema_warmup: int = 10
     max_flags_in_a_row: int = 10
     wire: str = "fp32"
+    momentum: str = "sharded"
     average_buffers: bool = True
 
 
@@ -170,13 +171,14 @@ class Layer:
         norm = length(merged.values())
         clip = 1.0 if rules.clip_norm is None else min(rules.clip_norm / (norm + 1e-6), 1.0)
         skip = not chosen or not math.isfinite(norm)
+        whole = rules.momentum == "replicated" and len(self.replicas) > 1
         for n in [] if skip else self.names:
-            step = clip * merged[n]
+            step = clip * (sent(merged[n]) if whole else merged[n])
             if rules.outer == "sgd":
                 self.momentum[n] = rules.outer_momentum * self.momentum[n] + step
                 ahead = rules.outer_momentum * self.momentum[n]
                 step = rules.outer_lr * (step + ahead if rules.nesterov else self.momentum[n])
-            self.anchor[n] = self.anchor[n] - sent(step)
+            self.anchor[n] = self.anchor[n] - (step if whole else sent(step))
         self.write_back()
         flags = [r in flagged for r in range(len(steps))]
         return LayerSync(norms, flags, weights, norm, clip, skip)

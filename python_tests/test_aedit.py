@@ -293,9 +293,9 @@ def void_by_value(wire: str) -> None:
     after = sync.state_dict()
     assert same(after["anchors"], state["anchors"])
     for name, layer in after["layers"].items():
-        for key in ("momentum_piece", "detector"):
+        for key in ("momentum", "detector"):
             assert same({key: layer[key]}, {key: state["layers"][name][key]}), (name, key)
-    assert any(layer["momentum_piece"].any() for layer in after["layers"].values())
+    assert any(layer["momentum"].any() for layer in after["layers"].values())
     assert after["window_steps"] == 3 and after["sync_index"] == 2
     assert after["agreed_steps"] == 8 and after["shown_steps"] == 12 and sync.mean_step == 6.0
     assert sync.totals()["syncs"] == 2 and sync.totals()["void_syncs"] == 1

@@ -109,8 +109,8 @@ def test_saving_and_resuming_change_nothing(
         assert nets.same(left, right)
 
 
-def first_part(replicas: int, count: int, path: str) -> dict[str, Any]:
-    run = attached(replicas, count)
+def first_part(replicas: int, count: int, path: str, momentum: str) -> dict[str, Any]:
+    run = attached(replicas, count, momentum=momentum)
     train(run, 0, HALF)
     save(run, path)
     out = described(run)
@@ -127,8 +127,10 @@ def described(run: tuple[Any, nn.Module, Any, Any]) -> dict[str, Any]:
     return {"kept": kept, "own": own, "detectors": layers, "step": sync.step}
 
 
-def second_part(replicas: int, count: int, path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    run = attached(replicas, count)
+def second_part(
+    replicas: int, count: int, path: str, momentum: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    run = attached(replicas, count, momentum=momentum)
     load(run, path)
     out = described(run)
     train(run, HALF, HALF + 4)
@@ -137,28 +139,33 @@ def second_part(replicas: int, count: int, path: str) -> tuple[dict[str, Any], d
     return out, shards.full(run[1])
 
 
+SHARDED, REPLICATED = "sharded", "replicated"
+
+
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "momenta"),
     [
-        ((2, 2), (1, 2)),
-        ((2, 2), (2, 1)),
-        ((2, 2), (4, 1)),
-        ((2, 2), (1, 4)),
-        ((2, 2), (1, 1)),
-        ((1, 2), (2, 2)),
-        ((4, 1), (2, 2)),
-        ((2, 2), (2, 0)),
-        ((2, 0), (1, 2)),
+        ((2, 2), (1, 2), (SHARDED, SHARDED)),
+        ((2, 2), (2, 1), (SHARDED, REPLICATED)),
+        ((2, 2), (4, 1), (REPLICATED, SHARDED)),
+        ((2, 2), (1, 4), (SHARDED, SHARDED)),
+        ((2, 2), (1, 1), (REPLICATED, REPLICATED)),
+        ((1, 2), (2, 2), (SHARDED, REPLICATED)),
+        ((4, 1), (2, 2), (REPLICATED, REPLICATED)),
+        ((2, 2), (2, 0), (SHARDED, SHARDED)),
+        ((2, 0), (1, 2), (SHARDED, SHARDED)),
     ],
 )
-def test_resharding(ranks: Ranks, tmp_path: Any, before: Any, after: Any) -> None:
-    """On another mesh anchors and momentum are those that were saved; replica r takes the weights,
-    inner states and detectors of replica r mod R; and the run goes on."""
+def test_resharding(
+    ranks: Ranks, tmp_path: Any, before: Any, after: Any, momenta: tuple[str, str]
+) -> None:
+    """On another mesh anchors and momentum are those that were saved, whoever holds them; replica r
+    takes the weights, inner states and detectors of replica r mod R; and the run goes on."""
     path = str(tmp_path / "saved")
     sizes = [max(count, 1) for _, count in (before, after)]
-    saved = ranks.run(before[0] * sizes[0], first_part, *before, path)
+    saved = ranks.run(before[0] * sizes[0], first_part, *before, path, momenta[0])
     assert saved_in(path).replicas == before[0]
-    results = ranks.run(after[0] * sizes[1], second_part, *after, path)
+    results = ranks.run(after[0] * sizes[1], second_part, *after, path, momenta[1])
     for rank, (found, end_weights) in enumerate(results):
         source = rank // sizes[1] % before[0]
         assert nets.same(found["kept"], saved[0]["kept"])

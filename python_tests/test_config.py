@@ -32,6 +32,7 @@ def test_defaults() -> None:
         "prefetch": 2,
         "granularity": "layer",
         "wire": "fp32",
+        "momentum": "sharded",
         "timeout": 600.0,
         "average_buffers": True,
     }
@@ -71,6 +72,7 @@ def test_defaults() -> None:
         ("prefetch", np.float32(2), TypeError),
         ("granularity", "tensor", ValueError),
         ("wire", "fp16", ValueError),
+        ("momentum", "whole", ValueError),
         ("timeout", 0, ValueError),
         ("timeout", 1.1e6, ValueError),
         ("average_buffers", None, TypeError),
@@ -122,8 +124,8 @@ def test_largest_values() -> None:
 
 def test_unknown_option() -> None:
     """A misspelt option is named."""
-    with pytest.raises(TypeError, match="momentum"):
-        EDiT(momentum=0.9)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="beta"):
+        EDiT(beta=0.9)  # type: ignore[call-arg]
 
 
 def test_off_and_frozen() -> None:

@@ -51,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "warm-up": {"warmup_steps": 4},
     "model": {"granularity": "model", "weighting": "uniform"},
     "bf16-wire": {"wire": "bf16", "prefetch": 1},
+    "replicated": {"momentum": "replicated", "wire": "bf16"},
 }
 
 

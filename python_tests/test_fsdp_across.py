@@ -42,7 +42,7 @@ def quiet(frozen: bool) -> dict[str, Any]:
     bytes_of = {entry["layer"]: entry["bytes_sent"] for entry in sync.metrics()}
     state = sync.state_dict()
     sync.detach()
-    held = [unit["momentum_piece"] for unit in state["layers"].values()]
+    held = [unit["momentum"] for unit in state["layers"].values()]
     memory = sum(t.numel() for t in held if t is not None)
     return {
         "counts": counts,

@@ -43,12 +43,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         optimizer.zero_grad(set_to_none=False)
 
 
-def grown(prefetch: int) -> tuple[int, dict[str, int]]:
+def grown(prefetch: int, momentum: str) -> tuple[int, dict[str, int]]:
     """Memory gained from before attach to after three syncs, and what explain() counts."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     optimizer = sgd(model, lr=1e-6)
     train(model, optimizer, 2)
-    config = edit_ext.EDiT(sync_every=1, prefetch=prefetch, timeout=30.0)
+    config = edit_ext.EDiT(sync_every=1, prefetch=prefetch, momentum=momentum, timeout=30.0)
     small = nn.Linear(WIDTH, 1)
     with edit_ext.attach(small, sgd(small), config, start="broadcast"):
         train(small, sgd(small), 1)  # loads what attach and a sync load
@@ -58,15 +58,21 @@ def grown(prefetch: int) -> tuple[int, dict[str, int]]:
         return held() - before, memory(sync._engine)
 
 
-@pytest.mark.parametrize(("replicas", "prefetch"), [(1, 2), (2, 2), (4, 2), (2, 0)])
-def test_explain_counts_what_is_there(ranks: Ranks, replicas: int, prefetch: int) -> None:
-    """Within 5 %; anchors take 4 bytes a parameter, outer momentum 4/R, buffers those of the
+@pytest.mark.parametrize(
+    ("replicas", "prefetch", "momentum"),
+    [(1, 2, "sharded"), (2, 2, "sharded"), (4, 2, "sharded"), (2, 0, "replicated")],
+)
+def test_explain_counts_what_is_there(
+    ranks: Ranks, replicas: int, prefetch: int, momentum: str
+) -> None:
+    """Within 5 %; anchors take 4 bytes a parameter, outer momentum 4/R or 4, buffers those of the
     layers in flight."""
-    results = ranks.run(replicas, grown, prefetch)
+    results = ranks.run(replicas, grown, prefetch, momentum)
     count = WIDTH * WIDTH * LAYERS
     for gained, kinds in results:
         assert kinds["anchors"] == 4 * count
-        assert kinds["outer momentum"] == 4 * count / replicas
+        held_by = replicas if momentum == "sharded" else 1
+        assert kinds["outer momentum"] == 4 * count / held_by
         layer = 4 * WIDTH * WIDTH  # send; recv and merged are R pieces together
         assert kinds["buffers of layers in flight"] <= max(prefetch, 1) * layer * 2.05
         assert gained == pytest.approx(sum(kinds.values()), rel=0.05)

@@ -69,7 +69,7 @@ def test_state_that_does_not_fit() -> None:
     model, optimizer, sync = attached()
     train_step(model, optimizer, 0, 0)
     state = sync.state_dict()
-    with pytest.raises(ValueError, match="no state of format 3"):
+    with pytest.raises(ValueError, match="no state of format 4"):
         sync.load_state_dict({"step": 3})
     with pytest.raises(ValueError, match="the state has replicas 4, this run has 1"):
         sync.load_state_dict({**state, "replicas": 4})
@@ -85,6 +85,9 @@ def test_state_that_does_not_fit() -> None:
         sync.load_state_dict({**state, "anchors": {}})
     with pytest.raises(ValueError, match="layer 'stem' in the state lacks 'params'"):
         sync.load_state_dict({**state, "layers": {**state["layers"], "stem": {}}})
+    stem = {**state["layers"]["stem"], "momentum": torch.zeros(128 * 3)}
+    with pytest.raises(ValueError, match=r"256 elements of outer momentum .*, in the state 384"):
+        sync.load_state_dict({**state, "layers": {**state["layers"], "stem": stem}})
     small = Net(spare=False)
     other = edit_ext.attach(small, sgd(small), plain())
     with pytest.raises(ValueError, match="layer 'spare' that this model lacks"):

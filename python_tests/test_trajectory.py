@@ -70,6 +70,8 @@ CASES = {
     "bf16-wire": {"wire": "bf16"},
     "one-ahead": {"prefetch": 1, "clip_norm": None},
     "far-ahead": {"prefetch": 20},
+    "replicated": {"momentum": "replicated"},
+    "replicated-bf16-wire": {"momentum": "replicated", "wire": "bf16"},
 }
 
 

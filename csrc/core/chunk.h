@@ -67,6 +67,8 @@ struct OuterStep {
   float lr, momentum, clip;
   bool nesterov, replace;
 };
+// The merged values themselves: what it takes to encode them.
+constexpr OuterStep kAsItIs = {1.0f, 0.0f, 1.0f, false, true};
 
 EDIT_HD OuterStep outer_numbers(const Policy& p, double clip) {
   return {static_cast<float>(p.outer_lr), static_cast<float>(p.outer_momentum),
@@ -83,10 +85,11 @@ EDIT_HD V outer_direction(const OuterStep& o, V merged, V* momentum) {
 
 // Step 7, Eq. 4 and the outer optimizer (torch SGD with dampening 0). On a wire that returns
 // steps, `step` receives the encoded step and the anchor is left for write_back; otherwise `step`
-// is null and the anchor piece is stepped in place.
-// merged, anchor, momentum, step: [n]; momentum may be null when o.replace.
-template <class W, class Team>
-EDIT_HD void outer_step(Team team, int n, OuterStep o, const float* merged, float* anchor,
+// is null and the anchor is stepped in place.
+// merged (fp32, or as it came over the wire), anchor, momentum, step: [n]; momentum may be null
+// when o.replace, anchor when there is a step.
+template <class M, class W, class Team>
+EDIT_HD void outer_step(Team team, int n, OuterStep o, const M* merged, float* anchor,
                         float* momentum, W* step) {
   team.map(n, [=](auto v, int j) {
     using V = decltype(v);

@@ -9,12 +9,12 @@ namespace edit_ext {
 // fp32: pieces of the new anchor come back as they are, in place.
 // bf16: pieces of the *step* come back encoded, and every rank, the owner too, subtracts the
 //       decoded step from its fp32 anchor; so anchors stay bit-identical and never lose bits.
+// With replicated momentum pieces of the merged pseudo-gradient come back in either format, and
+// every rank takes the outer step of the whole layer itself.
 enum class Wire : int32_t { f32 = 0, bf16 = 1 };
 
 EDIT_HD int64_t wire_bytes(Wire wire, int64_t elements) {
   return wire == Wire::f32 ? elements * 4 : elements * 2;
 }
-
-EDIT_HD bool returns_steps(Wire wire) { return wire != Wire::f32; }
 
 }  // namespace edit_ext

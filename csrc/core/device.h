@@ -19,7 +19,10 @@ class Device {
   // Second half. merged, merge_records[mesh_rank] <- pieces, weights in per_replica. `merged` may
   // be the owned piece itself.
   virtual void merge(const LayerView& v) = 0;
-  // Step 7. Owned piece of anchor or send (see codec.h), momentum <- merged, merge_records.
+  // Before 8 if replicated. Owned piece of send <- merged, in wire format.
+  virtual void encode_merged(const LayerView& v) = 0;
+  // Step 7. Owned piece of anchor or send (see codec.h), momentum <- merged, merge_records. If
+  // replicated: all of anchor and momentum <- send.
   virtual void outer_step(const LayerView& v, const Policy& p) = 0;
   // Step 9. tensors (and anchor, where steps came back) <- anchor, send.
   virtual void write_back(const LayerView& v) = 0;

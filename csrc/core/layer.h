@@ -36,15 +36,17 @@ struct LayerView {
   int64_t counted, counted_chunks;
   int32_t replica, replicas, shard, shards, mesh_rank, mesh_ranks;
   Wire wire;
-  bool anchored;  // false: the anchor is taken as zero (buffers, optimizer states)
+  bool anchored;    // false: the anchor is taken as zero (buffers, optimizer states)
+  bool replicated;  // every replica holds the momentum of the whole layer, and takes its outer step
 
   float* anchor;        // [replicas * piece] fp32, the last agreed weights
-  float* momentum;      // [piece] fp32, of the piece that this replica owns; null if not anchored
+  float* momentum;      // fp32, of the owned piece [piece], or of all of them [replicas * piece] if
+                        // replicated; null if not anchored
   Detector* detectors;  // [replicas]
 
-  void* send;       // [replicas * piece] wire format; from step 7 on the returned steps
+  void* send;       // [replicas * piece] wire format; then what comes back, if no anchors do
   void* recv;       // [(replicas - 1) * piece] wire format
-  float* merged;    // [piece] fp32
+  float* merged;    // [piece] fp32; may be the owned piece of send
   float* partials;  // [max(num_chunks, chunks of a piece)] one fp32 sum per chunk
   void* table;      // [num_tensors] of cuda/tensors.cuh; null on the CPU
 
@@ -66,6 +68,16 @@ EDIT_HD int64_t piece_elements(const LayerView& v, int r) {
 EDIT_HD int64_t counted_in_piece(const LayerView& v) {
   const int64_t n = piece_elements(v, v.replica), left = v.counted - v.replica * v.piece;
   return left < 0 ? 0 : left < n ? left : n;
+}
+
+// Whether encoded steps come back, for step 9 to take off the anchor. Else anchors do, or, if
+// replicated, merged pieces.
+EDIT_HD bool returns_steps(const LayerView& v) { return v.wire != Wire::f32 && !v.replicated; }
+
+// What step 7 covers: the owned piece, or all.
+EDIT_HD int64_t step_first(const LayerView& v) { return v.replicated ? 0 : v.replica * v.piece; }
+EDIT_HD int64_t step_elements(const LayerView& v) {
+  return v.replicated ? v.size : piece_elements(v, v.replica);
 }
 
 // Whether step 9 writes nothing: the sync was void, or there is no anchor to go back to. The pass

@@ -25,6 +25,11 @@ inline void exchange_pieces(Comm& comm, const LayerView& v) {
   comm.exchange(to.data(), from.data());
 }
 
+inline void return_pieces(const Comms& comms, const LayerView& v, void* pieces) {
+  if (!comms.replica) return;
+  comms.replica->all_gather(pieces, wire_bytes(v.wire, v.piece), wire_bytes(v.wire, v.size));
+}
+
 // On the side stream: sees only our own buffers.
 inline void sync_exchange(Device& dev, const Comms& comms, const LayerView& v, const Policy& p,
                           const SyncTag& tag) {
@@ -37,10 +42,13 @@ inline void sync_exchange(Device& dev, const Comms& comms, const LayerView& v, c
   dev.decide(v, p);  // 5
   dev.merge(v);
   if (comms.mesh) comms.mesh->gather_scalars(v.merge_records, sizeof(MergeRecord));  // 6
-  dev.outer_step(v, p);                                                              // 7
-  if (comms.replica) {                                                               // 8
-    void* pieces = returns_steps(v.wire) ? v.send : static_cast<void*>(v.anchor);
-    comms.replica->all_gather(pieces, wire_bytes(v.wire, v.piece), wire_bytes(v.wire, v.size));
+  if (v.replicated) {
+    dev.encode_merged(v);
+    return_pieces(comms, v, v.send);  // 8
+    dev.outer_step(v, p);             // 7
+  } else {
+    dev.outer_step(v, p);                                           // 7
+    return_pieces(comms, v, returns_steps(v) ? v.send : v.anchor);  // 8
   }
 }
 

@@ -115,18 +115,29 @@ void CpuDevice::merge(const LayerView& v) {
                &uncounted);
 }
 
+void CpuDevice::encode_merged(const LayerView& v) {
+  char* owned = received(v, v.replica);
+  if (reinterpret_cast<char*>(v.merged) == owned) return;
+  for_flat(piece_elements(v, v.replica), [&](int64_t, int64_t at, int size) {
+    kernels_.outer_step(size, kAsItIs, Wire::f32, v.merged + at, nullptr, nullptr, v.wire,
+                        owned + wire_bytes(v.wire, at));
+  });
+}
+
 void CpuDevice::outer_step(const LayerView& v, const Policy& p) {
   decide_clip(p, v.mesh_ranks, v.merge_records, *v.decision);
-  const int64_t n = piece_elements(v, v.replica), first = v.replica * v.piece;
-  char* steps =
-      returns_steps(v.wire) ? static_cast<char*>(v.send) + wire_bytes(v.wire, first) : nullptr;
+  const int64_t n = step_elements(v), first = step_first(v);
+  char* steps = returns_steps(v) ? static_cast<char*>(v.send) + wire_bytes(v.wire, first) : nullptr;
   if (v.decision->skip) {
     if (steps) std::memset(steps, 0, static_cast<size_t>(wire_bytes(v.wire, n)));
     return;
   }
   const OuterStep numbers = outer_numbers(p, v.decision->clip);
+  const Wire from = v.replicated ? v.wire : Wire::f32;
+  const char* merged =
+      v.replicated ? static_cast<char*>(v.send) : reinterpret_cast<char*>(v.merged);
   for_flat(n, [&](int64_t, int64_t at, int size) {
-    kernels_.outer_step(size, numbers, v.merged + at, v.anchor + first + at,
+    kernels_.outer_step(size, numbers, from, merged + wire_bytes(from, at), v.anchor + first + at,
                         v.momentum ? v.momentum + at : nullptr, v.wire,
                         steps ? steps + wire_bytes(v.wire, at) : nullptr);
   });
@@ -138,7 +149,7 @@ void CpuDevice::write_back(const LayerView& v) {
   for_chunks(v, [&](int64_t, const Chunk& c, const TensorView& t) {
     const int64_t flat = t.offset + c.start;
     const char* steps =
-        returns_steps(v.wire) ? static_cast<char*>(v.send) + wire_bytes(v.wire, flat) : nullptr;
+        returns_steps(v) ? static_cast<char*>(v.send) + wire_bytes(v.wire, flat) : nullptr;
     kernels_.write_back(c.size, v.anchor + flat, v.wire, steps, t.dtype,
                         static_cast<char*>(t.data) + c.start * size_of(t.dtype), stream);
   });

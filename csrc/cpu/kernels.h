@@ -14,8 +14,9 @@ struct Kernels {
                        void* send, bool stream);
   float (*merge)(int n, int replicas, Wire wire, const void* const* pieces, const float* weights,
                  float* merged, bool stream);
-  void (*outer_step)(int n, OuterStep o, const float* merged, float* anchor, float* momentum,
-                     Wire wire, void* step);
+  // from: the format of merged; wire: of step.
+  void (*outer_step)(int n, OuterStep o, Wire from, const void* merged, float* anchor,
+                     float* momentum, Wire wire, void* step);
   void (*write_back)(int n, float* anchor, Wire wire, const void* step, DType type, void* param,
                      bool stream);
   void (*gram)(int n, int replicas, const float* anchor, const float* const* params, float* out);

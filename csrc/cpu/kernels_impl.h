@@ -60,12 +60,15 @@ struct Table {
     });
   }
 
-  static void outer_step(int n, OuterStep o, const float* merged, float* anchor, float* momentum,
-                         Wire wire, void* step) {
-    with_wire(wire, [=](auto w) {
-      using W = decltype(w);
-      edit_ext::outer_step<W>(Team<V>{false}, n, o, merged, anchor, momentum,
-                              static_cast<W*>(step));
+  static void outer_step(int n, OuterStep o, Wire from, const void* merged, float* anchor,
+                         float* momentum, Wire wire, void* step) {
+    with_wire(from, [=](auto f) {
+      with_wire(wire, [=](auto w) {
+        using M = decltype(f);
+        using W = decltype(w);
+        edit_ext::outer_step<M, W>(Team<V>{false}, n, o, static_cast<const M*>(merged), anchor,
+                                   momentum, static_cast<W*>(step));
+      });
     });
   }
 

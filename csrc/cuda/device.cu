@@ -89,6 +89,10 @@ void CudaDevice::merge(const LayerView& v) {
   merge_pass(pieces, v.wire, stream_);
 }
 
+void CudaDevice::encode_merged(const LayerView& v) {
+  if (reinterpret_cast<char*>(v.merged) != received(v, v.replica)) encode_pass(v, stream_);
+}
+
 void CudaDevice::outer_step(const LayerView& v, const Policy& p) {
   launch("decide_clip_kernel", decide_clip_kernel, 1, kWarp, stream_, v, p);
   outer_step_pass(v, p, stream_);

@@ -80,9 +80,22 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
 static_assert(kMaxReplicas <= kThreads, "one thread looks up one replica");
 
 template <class W>
+__global__ void __launch_bounds__(kThreads) encode_kernel(const LayerView v) {
+  const int64_t n = piece_elements(v, v.replica);
+  for (int64_t i = blockIdx.x; i * kChunk < n; i += gridDim.x) {
+    const int64_t at = i * kChunk;
+    const int size = static_cast<int>(n - at < kChunk ? n - at : kChunk);
+    outer_step<float, W>(BlockTeam{true}, size, kAsItIs, v.merged + at, nullptr, nullptr,
+                         wire<W>(v.send, v.replica * v.piece + at));
+  }
+}
+
+// M: the merged values, in fp32 or, if replicated, as they came over the wire.
+template <class M, class W>
 __global__ void __launch_bounds__(kThreads) outer_step_kernel(const LayerView v, const Policy p) {
-  const int64_t n = piece_elements(v, v.replica), first = v.replica * v.piece;
-  const bool returns = returns_steps(v.wire), skip = v.decision->skip != 0;
+  const int64_t n = step_elements(v), first = step_first(v);
+  const bool returns = returns_steps(v), skip = v.decision->skip != 0;
+  const M* merged = static_cast<const M*>(v.replicated ? v.send : v.merged);
   if (skip && !returns) return;
   const OuterStep numbers = outer_numbers(p, v.decision->clip);
   const BlockTeam team{true};
@@ -93,8 +106,8 @@ __global__ void __launch_bounds__(kThreads) outer_step_kernel(const LayerView v,
     if (skip) {
       team.map(size, [=](auto vector, int j) { decltype(vector)::all(0.0f).store(step + j); });
     } else {
-      outer_step<W>(team, size, numbers, v.merged + at, v.anchor + first + at,
-                    v.momentum ? v.momentum + at : nullptr, step);
+      outer_step<M, W>(team, size, numbers, merged + at, v.anchor + first + at,
+                       v.momentum ? v.momentum + at : nullptr, step);
     }
   }
 }
@@ -102,7 +115,7 @@ __global__ void __launch_bounds__(kThreads) outer_step_kernel(const LayerView v,
 template <class T, class W>
 __device__ void write_back_chunk(const PlaceIn<DeviceTensor>& c, const LayerView& v) {
   T* param = static_cast<T*>(c.tensor->data) + c.start;
-  const W* step = returns_steps(v.wire) ? wire<W>(v.send, c.flat()) : nullptr;
+  const W* step = returns_steps(v) ? wire<W>(v.send, c.flat()) : nullptr;
   write_back<T, W>(BlockTeam{aligned4(param)}, c.size, v.anchor + c.flat(), step, param);
 }
 
@@ -145,10 +158,15 @@ void merge_pass(const Pieces& p, Wire wire, cudaStream_t stream) {
          blocks_for(chunks_of(p.n)), kThreads, stream, p);
 }
 
+void encode_pass(const LayerView& v, cudaStream_t stream) {
+  launch("encode_kernel", encode_kernel<bf16>, blocks_for(chunks_of(piece_elements(v, v.replica))),
+         kThreads, stream, v);
+}
+
 void outer_step_pass(const LayerView& v, const Policy& p, cudaStream_t stream) {
-  launch("outer_step_kernel",
-         v.wire == Wire::f32 ? outer_step_kernel<float> : outer_step_kernel<bf16>,
-         blocks_for(chunks_of(piece_elements(v, v.replica))), kThreads, stream, v, p);
+  const auto narrow = v.replicated ? outer_step_kernel<bf16, bf16> : outer_step_kernel<float, bf16>;
+  launch("outer_step_kernel", v.wire == Wire::f32 ? outer_step_kernel<float, float> : narrow,
+         blocks_for(chunks_of(step_elements(v))), kThreads, stream, v, p);
 }
 
 void write_back_pass(const LayerView& v, cudaStream_t stream) {

@@ -1,4 +1,4 @@
-// Launches of the four passes; each enqueues on the stream and throws when a launch fails.
+// Launches of the passes; each enqueues on the stream and throws when a launch fails.
 #pragma once
 
 #include "tensors.cuh"
@@ -17,6 +17,7 @@ struct Pieces {
 
 void pseudo_grad_pass(const LayerView& v, cudaStream_t stream);    // send, partials
 void merge_pass(const Pieces& p, Wire wire, cudaStream_t stream);  // merged, partials
+void encode_pass(const LayerView& v, cudaStream_t stream);         // owned piece of send
 void outer_step_pass(const LayerView& v, const Policy& p, cudaStream_t stream);
 void write_back_pass(const LayerView& v, cudaStream_t stream);
 

@@ -75,7 +75,8 @@ struct Case {
   std::vector<MergeRecord> merge_records;
   Decision decision{};
 
-  Case(const std::vector<Shape>& shapes, Wire wire, int replica, int replicas, unsigned seed) {
+  Case(const std::vector<Shape>& shapes, Wire wire, int replica, int replicas, unsigned seed,
+       bool replicated = false) {
     seed_with(seed);
     for (const Shape& s : shapes) {
       tensors.emplace_back(s.size * size_of(s.dtype), s.misaligned * size_of(s.dtype));
@@ -88,16 +89,20 @@ struct Case {
     v.shards = v.mesh_ranks = 1;
     v.wire = wire;
     v.anchored = true;
+    v.replicated = replicated;
     v.piece = piece_size(v.size, replicas);
     v.anchor = add(replicas * v.piece * 4)->as<float>();
     fill(buffers.back().data, replicas * v.piece, DType::f32);
-    v.momentum = add(v.piece * 4)->as<float>();
-    fill(buffers.back().data, v.piece, DType::f32);
+    const int64_t held = replicated ? replicas * v.piece : v.piece;
+    v.momentum = add(held * 4)->as<float>();
+    fill(buffers.back().data, held, DType::f32);
     v.send = add(wire_bytes(wire, replicas * v.piece))->data;
     v.recv = add(wire_bytes(wire, (replicas - 1) * v.piece))->data;
     fill(static_cast<char*>(v.recv), (replicas - 1) * v.piece,
          wire == Wire::f32 ? DType::f32 : DType::bf16);
-    v.merged = add(v.piece * 4)->as<float>();
+    const bool inside = replicated && wire == Wire::f32;
+    float* own = static_cast<float*>(v.send) + replica * v.piece;
+    v.merged = inside ? own : add(v.piece * 4)->as<float>();
     v.partials = add(layout.partials(v.piece) * 4)->as<float>();
     v.table = add(shapes.size() * sizeof(cuda::DeviceTensor))->data;
     detectors.resize(replicas);
@@ -131,6 +136,7 @@ struct Case {
     }
     device.decide(v, p);
     device.merge(v);
+    if (v.replicated) device.encode_merged(v);
     device.outer_step(v, p);
     device.write_back(v);
     settle();

@@ -50,17 +50,17 @@ void same(const Case& a, const Case& b) {
 }
 
 void compare_sync(const std::vector<Shape>& shapes, Wire wire, int replica, int replicas, int bad,
-                  const Policy& p, bool anchored = true) {
+                  const Policy& p, bool anchored = true, bool replicated = false) {
   static unsigned seed = 0;
   ++seed;
-  Case expected(shapes, wire, replica, replicas, seed);
+  Case expected(shapes, wire, replica, replicas, seed, replicated);
   expected.v.anchored = anchored;
   cpu::CpuDevice cpu_device;
   expected.sync(cpu_device, p, bad, [] {});
   for (const emu::Order order : kOrders) {
     emu::machine.order = order;
     const Side stream(seed + static_cast<size_t>(order));
-    Case found(shapes, wire, replica, replicas, seed);
+    Case found(shapes, wire, replica, replicas, seed, replicated);
     found.v.anchored = anchored;
     CudaDevice device(stream);
     found.sync(device, p, bad, [&] { stream.settle(); });
@@ -85,6 +85,11 @@ void passes() {
         compare_sync({{70000, DType::f32, 0}, {5, DType::bf16, 0}}, wire, replicas - 1, replicas,
                      bad, p);
       }
+    }
+    // The momentum of the whole layer; what the other replicas would return is what is sent.
+    for (const int bad : {-1, 0}) {
+      compare_sync({{70000, DType::f32, 0}, {5, DType::bf16, 0}}, wire, 1, 3, bad, p, true, true);
+      compare_sync({{257, DType::bf16, 3}}, wire, 1, 2, bad, p, true, true);
     }
     // More chunks than blocks, so that shared memory is used again.
     compare_sync({{1300000, DType::f32, 0}}, wire, 0, 2, -1, p);

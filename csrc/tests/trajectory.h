@@ -69,15 +69,16 @@ inline void train(RankLayer& layer, int k, int r, int s, int shards, int l) {
 // values[r][s][k][l]: what each rank holds after each sync.
 using Record = std::vector<std::vector<std::vector<std::vector<std::vector<float>>>>>;
 
-inline void run_rank(const Mesh& mesh, Device& device, int r, int s, Wire wire, Record& record,
-                     Record& anchors) {
+inline void run_rank(const Mesh& mesh, Device& device, int r, int s, Wire wire, bool replicated,
+                     Record& record, Record& anchors) {
   const Mesh::Seat seat = mesh.seat(r, s);
   cpu::Worker worker;
   std::vector<std::unique_ptr<RankLayer>> layers;
   for (size_t l = 0; l < kLayers.size(); ++l) {
     layers.push_back(std::make_unique<RankLayer>(kLayers[l], wire, r, mesh.replicas, s, mesh.shards,
                                                  start_of(static_cast<int>(l), s, mesh.shards),
-                                                 shared_of_layer(static_cast<int>(l)) > 0));
+                                                 shared_of_layer(static_cast<int>(l)) > 0,
+                                                 replicated));
   }
   const Policy p = policy();
   for (int k = 0; k < kSyncs; ++k) {
@@ -139,7 +140,8 @@ inline void compare(const Mesh& mesh, const Record& record, double tolerance) {
 
 // Runs all ranks of the mesh; `make` gives each its Device. Returns parameters and anchors.
 template <class Make>
-std::pair<Record, Record> trajectory(const Mesh& mesh, Wire wire, Make make) {
+std::pair<Record, Record> trajectory(const Mesh& mesh, Wire wire, Make make,
+                                     bool replicated = false) {
   Record record(
       mesh.replicas,
       Record::value_type(mesh.shards, std::vector<std::vector<std::vector<float>>>(kSyncs)));
@@ -150,7 +152,7 @@ std::pair<Record, Record> trajectory(const Mesh& mesh, Wire wire, Make make) {
       threads.emplace_back([&, r, s] {
         try {
           const auto device = make();
-          run_rank(mesh, *device, r, s, wire, record, anchors);
+          run_rank(mesh, *device, r, s, wire, replicated, record, anchors);
         } catch (const std::exception& e) {
           std::printf("rank %d.%d: %s\n", r, s, e.what());
           mesh.all->abort(e.what());

@@ -57,7 +57,8 @@ struct RankLayer {
   Scalars scalars;
 
   RankLayer(const std::vector<int>& sizes, Wire wire, int replica, int replicas, int shard,
-            int shards, const std::vector<float>& start, bool last_is_shared = false) {
+            int shards, const std::vector<float>& start, bool last_is_shared = false,
+            bool replicated = false) {
     size_t at = 0;
     for (int n : sizes) {
       tensors.emplace_back(start.begin() + at, start.begin() + at + n);
@@ -77,9 +78,10 @@ struct RankLayer {
     v.mesh_ranks = replicas * shards;
     v.wire = wire;
     v.anchored = true;
+    v.replicated = replicated;
     v.piece = piece_size(v.size, replicas);
     anchor.resize(replicas * v.piece);
-    momentum.resize(v.piece);
+    momentum.resize((replicated ? replicas : 1) * v.piece);
     merged.resize(v.piece);
     partials.resize(layout.partials(v.piece));
     send.resize(wire_bytes(wire, replicas * v.piece));

@@ -76,7 +76,11 @@ void Flight::point() {
   const at::Device where = anchor.device();
   v.send = grown(b.send, wire_bytes(v.wire, v.replicas * v.piece), where).data_ptr();
   v.recv = grown(b.recv, wire_bytes(v.wire, (v.replicas - 1) * v.piece), where).data_ptr();
-  v.merged = as<float>(grown(b.merged, v.piece * 4, where));
+  if (v.replicated && v.wire == Wire::f32) {
+    v.merged = reinterpret_cast<float*>(received(v, v.replica));  // where it is returned from
+  } else {
+    v.merged = as<float>(grown(b.merged, v.piece * 4, where));
+  }
   v.partials = as<float>(grown(b.partials, layout.partials(v.piece) * 4, where));
   v.table = grown(b.table, table_bytes(layout.tensors.size()), where).data_ptr();
   scalars = ScalarBlock(where, v.replicas, v.shards, v.mesh_ranks);

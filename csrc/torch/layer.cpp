@@ -20,7 +20,8 @@ at::Device device_of(const std::string& layer, const std::vector<at::Tensor>& pa
 }  // namespace
 
 Layer::Layer(std::string name, std::vector<at::Tensor> params, int64_t counted, SharedComms comms,
-             std::shared_ptr<Lane> lane, std::shared_ptr<BufferPool> pool, Wire wire, bool anchored)
+             std::shared_ptr<Lane> lane, std::shared_ptr<BufferPool> pool, Wire wire, bool anchored,
+             bool replicated)
     : name_(std::move(name)),
       params_(std::move(params)),
       counted_(counted),
@@ -30,6 +31,7 @@ Layer::Layer(std::string name, std::vector<at::Tensor> params, int64_t counted, 
       pool_(std::move(pool)),
       wire_(wire),
       anchored_(anchored),
+      replicated_(replicated && anchored && group_size(comms_.replica) > 1),
       staged_(params_.size()) {
   c10::NoGradGuard no_grad;
   TORCH_CHECK_VALUE(counted >= 0 && counted <= static_cast<int64_t>(params_.size()), "layer ",
@@ -56,7 +58,9 @@ Layer::Layer(std::string name, std::vector<at::Tensor> params, int64_t counted, 
   piece_ = piece_size(size_, replicas);
   const at::TensorOptions here(device_);
   anchor_ = at::zeros({replicas * piece_}, here.dtype(at::kFloat));
-  if (anchored_) momentum_ = at::zeros({piece_}, here.dtype(at::kFloat));
+  if (anchored_) {
+    momentum_ = at::zeros({replicated_ ? replicas * piece_ : piece_}, here.dtype(at::kFloat));
+  }
   detector_ = at::zeros({replicas, 5}, here.dtype(at::kDouble));
   if (anchored_) capture();
 }
@@ -117,6 +121,7 @@ void Layer::begin(const Policy& policy, const SyncTag& tag) {
   f->detector = detector_;
   f->view.wire = wire_;
   f->view.anchored = anchored_;
+  f->view.replicated = replicated_;
   f->point();
   run_on(device_, [&](Device& passes) { sync_begin(passes, f->view); });
   f->begin_timer->stop();

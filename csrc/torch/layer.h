@@ -25,9 +25,11 @@ struct LayerStats {
 class Layer {
  public:
   // counted: how many of the parameters, the first ones, count in this rank's norms; the others are
-  // replicated inside the shard group and count with another rank.
+  // replicated inside the shard group and count with another rank. replicated: this replica holds
+  // the momentum of all pieces.
   Layer(std::string name, std::vector<at::Tensor> params, int64_t counted, SharedComms comms,
-        std::shared_ptr<Lane> lane, std::shared_ptr<BufferPool> pool, Wire wire, bool anchored);
+        std::shared_ptr<Lane> lane, std::shared_ptr<BufferPool> pool, Wire wire, bool anchored,
+        bool replicated);
 
   // Step 1 on the caller's stream; steps 2 to 8 go to the lane. Throws when a sync of this layer
   // is in flight or a parameter no longer looks as it did.
@@ -50,8 +52,9 @@ class Layer {
   bool in_flight() const { return flight_ != nullptr; }
   int64_t size() const { return size_; }
   const LayerStats& stats();
-  at::Tensor anchor() const;  // [size] fp32
-  at::Tensor momentum() const { return momentum_; }
+  at::Tensor anchor() const;                         // [size] fp32
+  at::Tensor momentum() const { return momentum_; }  // [piece], or [replicas * piece] if whole
+  bool whole_momentum() const { return anchored_ && momentum_.numel() == anchor_.numel(); }
   at::Tensor detector() const { return detector_; }  // [replicas, 5] fp64
   // Copies of the parts of a flat fp32 tensor of size() elements or more, shaped like the
   // parameters; and the inverse, [replicas * piece].
@@ -74,7 +77,7 @@ class Layer {
   const at::Device device_;
   const std::shared_ptr<BufferPool> pool_;
   const Wire wire_;
-  const bool anchored_;
+  const bool anchored_, replicated_;
 
   std::vector<at::Tensor> staged_;  // dense copies of parameters that have gaps, else undefined
   std::vector<std::vector<int64_t>> strides_;

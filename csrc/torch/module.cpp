@@ -123,16 +123,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](std::string name, std::vector<at::Tensor> params, shared_ptr<Comm> replica,
                        shared_ptr<Comm> shard, shared_ptr<Comm> mesh, shared_ptr<Lane> lane,
                        shared_ptr<BufferPool> pool, const std::string& wire, bool anchored,
-                       std::optional<int64_t> counted) {
+                       std::optional<int64_t> counted, bool replicated) {
              const auto all = static_cast<int64_t>(params.size());
              return std::make_shared<Layer>(
                  std::move(name), std::move(params), counted.value_or(all),
                  SharedComms{std::move(shard), replica, mesh ? std::move(mesh) : replica},
-                 std::move(lane), std::move(pool), wire_named(wire), anchored);
+                 std::move(lane), std::move(pool), wire_named(wire), anchored, replicated);
            }),
            py::arg("name"), py::arg("params"), py::kw_only(), py::arg("replica"),
            py::arg("shard") = nullptr, py::arg("mesh") = nullptr, py::arg("lane"), py::arg("pool"),
-           py::arg("wire") = "fp32", py::arg("anchored") = true, py::arg("counted") = py::none())
+           py::arg("wire") = "fp32", py::arg("anchored") = true, py::arg("counted") = py::none(),
+           py::arg("replicated") = false)
       .def(
           "begin",
           [](Layer& layer, const Policy& policy, int64_t sync_index, int64_t steps, bool done) {
@@ -157,6 +158,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("in_flight", &Layer::in_flight)
       .def_property_readonly("anchor", &Layer::anchor)
       .def_property_readonly("momentum", &Layer::momentum)
+      .def_property_readonly("whole_momentum", &Layer::whole_momentum)
       .def_property_readonly("detector", &Layer::detector);
 
   py::class_<Mean>(m, "Mean")
