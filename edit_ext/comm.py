@@ -138,7 +138,8 @@ class RankGroup:
             self.broken = True
             if not isinstance(error, RuntimeError):
                 raise
-            reason = self.why() or f"the {self.title} of ranks {self.ranks}: {error}"
+            said = str(error).split(". This is typically caused by")[0]  # Gloo's guess
+            reason = self.why() or f"the {self.title} of ranks {self.ranks}: {said}"
             raise RuntimeError(f"{what}: {reason}") from error
 
     def why(self) -> str | None:

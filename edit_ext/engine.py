@@ -22,7 +22,7 @@ from .mesh import ReplicaMesh
 from .schedule import Clock
 from .syncs import Syncs
 from .ticker import Ticker
-from .transport import Carriers
+from .transport import Carriers, Link
 from .warmup import GradientAverager
 
 LEAVE_SECONDS = 1.0  # of a closed handle, for what still travels to or from its peers
@@ -55,8 +55,10 @@ class Engine:
         lane: _C.Lane,
         comms: Carriers,
         transport: str,
+        link: Link,
     ) -> None:
         self.transport = transport  # what carries the syncs, and why, for people
+        self.link = link
         self.model, self.config, self.plan = model, config, plan
         self.mesh, self.lane, self.comms = mesh, lane, comms
         self.ticker = Ticker(optimizers)
@@ -64,6 +66,8 @@ class Engine:
         self.syncs = Syncs(model, self.clock, plan, mesh, lane, comms)
         self.alarm = Alarm(config, self.clock, mesh) if isinstance(config, AEDiT) else None
         self.error: str | None = None
+        self.adrift: str | None = None  # why this model belongs to no run until resize() succeeds
+        self.bytes_before = 0  # sent before the last resize()
         self.closed = False
         self.paused = False
         self.accumulating = 0  # depth of no_sync()
@@ -122,7 +126,7 @@ class Engine:
         self.forward_thread = None
         if self.swapped:
             raise RuntimeError("optimizer.step() inside anchor_weights(): leave the context first")
-        if self._foreign() or self.closed:
+        if self._gone():
             return
         self._refuse_capture()
         with self.watched():
@@ -235,7 +239,7 @@ class Engine:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent: gradients, scalars, payload, checks."""
-        return self.mesh.bytes_sent + self.comms.bytes_sent
+        return self.bytes_before + self.mesh.bytes_sent + self.comms.bytes_sent
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -292,7 +296,15 @@ class Engine:
 
     def _inert(self) -> bool:
         """Whether hooks must do nothing now."""
-        return self.closed or self.paused or self.swapped or self._foreign()
+        return self._gone() or self.paused or self.swapped
+
+    def _gone(self) -> bool:
+        """Whether hooks have nothing to do any more. Raises while this model belongs to no run."""
+        if self._foreign():
+            return True
+        if self.adrift is not None:
+            raise RuntimeError(self.adrift)
+        return self.closed
 
     def _foreign(self) -> bool:
         """Whether this is a forked child, which must not touch the parent's groups."""

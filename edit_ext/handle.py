@@ -9,11 +9,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .engine import Engine
 from .explain import explain
 from .fsdp import data_seat
+from .mesh import Members, is_ranks
+from .module_hooks import register
+from .resize import Carried, leave, rejoin
 from .state import load_state_dict, state_dict
 
 if TYPE_CHECKING:
@@ -31,6 +35,7 @@ class Handle:
     def __init__(self, engine: Engine, removers: Sequence[Any]) -> None:
         self._engine = engine
         self._removers = list(removers)
+        self._carried: Carried | None = None  # between two groups
 
     def __enter__(self) -> Handle:
         return self
@@ -110,7 +115,45 @@ class Handle:
         for remover in self._removers:
             remover.remove()
         self._removers = []
+        self._carried = None
         self._engine.close()
+
+    def resize(self, group: Members | None) -> None:
+        """Go on with other replicas, in the same processes; between two steps.
+
+        group: the ranks that from now on hold this rank's part of the model, one in each replica,
+            as a list or a process group; None: all ranks. A rank that is not among them (that has
+            `GroupMember.NON_GROUP_MEMBER`) is detached. A list is safer: torch can make a new group
+            of only some ranks if they have made equally many before, and one that joins has not.
+
+        Collective: every rank of the old group calls it, whether it stays or leaves, so that the
+        outer momentum is handed over; local steps of a leaving replica are lost unless it calls
+        `flush` before. When a replica has died, or after any error of a sync, the survivors call
+        it: what the dead held of a sharded momentum restarts at zero, with a warning. Ranks that
+        join call ``attach(..., start="join")`` with this group meanwhile; they get weights, inner
+        optimizer, anchors and counts of one replica. While it runs it needs the memory of the
+        anchors and the momentum a second time.
+
+        Raises RuntimeError on every rank while a sync is in progress on one of them, and for a rank
+        that does not come within `timeout`; ValueError when ranks of different runs meet. After an
+        error `resize` may be called again; until it succeeds a training step raises.
+        """
+        engine = self._engine
+        if engine.closed and self._carried is None:
+            engine.check()
+        if self._carried is None:
+            self._carried = leave(engine)
+        if group == dist.GroupMember.NON_GROUP_MEMBER or (
+            is_ranks(group) and dist.is_initialized() and dist.get_rank() not in group
+        ):
+            self.detach()
+            return
+        engine.adrift = "resize() has not succeeded: call it again, or detach() to train alone"
+        self._engine = rejoin(engine, group, self._carried)
+        engine.adrift = self._carried = None
+        for remover in self._removers:
+            remover.remove()
+        self._removers = register(self._engine, self._engine.ticker.optimizers)
 
     def pause(self) -> None:
         """Stop counting steps, averaging gradients and starting syncs, on this replica.

@@ -40,6 +40,8 @@ class Heartbeat:
         self._names = list(names)
         self._timeout = timeout
         self._on_failure = on_failure
+        self._prefix = prefix
+        self._meetings = 0
         self._keys = [f"{prefix}/beat/{index}" for index in range(len(names))]
         self._period = min(max(timeout / 8, 0.05), 5.0)
         self._pace = self._period  # of looking
@@ -75,6 +77,29 @@ class Heartbeat:
                 )
             if missing:
                 time.sleep(0.01)
+
+    def meet(self, what: str, text: str) -> list[str] | None:
+        """Wait until all members have called this, at most `timeout` seconds; their texts, or None
+        when one of them has failed or left instead.
+
+        Raises RuntimeError naming the ranks that did not come.
+        """
+        self._meetings += 1
+        place = f"{self._prefix}/meeting {self._meetings}"
+        keys = [f"{place}/{index}" for index in range(len(self._keys))]
+        self._store.set(keys[self._rank], text)
+        deadline = time.monotonic() + self._timeout
+        while missing := [index for index, key in enumerate(keys) if not self._store.check([key])]:
+            if self.failure is not None or self.departed() is not None:
+                return None
+            if time.monotonic() > deadline:
+                names = ", ".join(self._names[index] for index in missing)
+                raise RuntimeError(
+                    f"{what} on {self._names[self._rank]} waited {self._timeout:g} s in vain for "
+                    f"{names}: every rank of the run must call it"
+                )
+            time.sleep(0.01)
+        return [self._store.get(key).decode() for key in keys]
 
     def start(self) -> None:
         """Start the thread; all peers have arrived."""

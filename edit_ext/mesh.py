@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -32,6 +33,7 @@ class ReplicaMesh:
         on_failure: Callable[[str], None],
     ) -> None:
         self.heartbeat: Heartbeat | None = None
+        self.run = ""  # of this attach alone, the same on all its ranks
         rank = dist.get_rank() if _initialised() else 0
         shard_ranks = shard_ranks or [rank]
         grid = Grid([[rank]], 0, 0, "")
@@ -40,6 +42,7 @@ class ReplicaMesh:
         if len(replica_ranks) > 1 or len(shard_ranks) > 1:
             store = distributed_c10d._get_default_store()
             grid = find_grid(store, rank, replica_ranks, shard_ranks, problem, timeout)
+            self.run = grid.prefix
             everybody = [other for row in grid.ranks for other in row]
             place = everybody.index(rank)
             self.heartbeat = Heartbeat(store, grid.prefix, place, grid.names, timeout, on_failure)
@@ -93,7 +96,10 @@ class ReplicaMesh:
             group.close(clean=clean)
 
 
-def replica_ranks(group: dist.ProcessGroup | None) -> list[int]:
+Members = dist.ProcessGroup | Sequence[int]
+
+
+def replica_ranks(group: Members | None) -> list[int]:
     """Global ranks of a replica group; None: all ranks, or this process alone without torch's
     process groups. Raises ValueError when this rank is not in it."""
     if not _initialised():
@@ -102,11 +108,22 @@ def replica_ranks(group: dist.ProcessGroup | None) -> list[int]:
         return [0]
     if group is None:
         return list(range(dist.get_world_size()))
-    if not isinstance(group, dist.ProcessGroup):
+    if isinstance(group, dist.ProcessGroup):
+        return dist.get_process_group_ranks(group)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if not is_ranks(group) or rank not in group or len(set(group)) < len(group):
         raise ValueError(
-            f"group= must be a process group that contains rank {dist.get_rank()}; it is {group!r}"
+            f"group= must be a process group that contains rank {rank}, or a list of different "
+            f"ranks, this one among them; it is {group!r}"
         )
-    return dist.get_process_group_ranks(group)
+    if min(group) < 0 or max(group) >= world:
+        raise ValueError(f"group= must list ranks of 0 to {world - 1}; it is {list(group)!r}")
+    return list(group)
+
+
+def is_ranks(group: object) -> TypeGuard[Sequence[int]]:
+    """Whether this is a sequence of integers."""
+    return isinstance(group, Sequence) and all(type(rank) is int for rank in group)
 
 
 def stay_away(reason: str) -> None:

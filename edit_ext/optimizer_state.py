@@ -1,4 +1,4 @@
-"""Inner optimizer states by parameter name, for checkpoints that fit other meshes."""
+"""Inner optimizer states by parameter name, for checkpoints and for replicas that join."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .comm import RankGroup
+from .sharding import from_local, is_sharded, local
+from .start import broadcast_into
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -73,6 +77,57 @@ def unpack(optimizers: Optimizers, names: Mapping[Tensor, str], packed: Mapping[
             for param in group["params"]:
                 if names[param] in packed["state"]:
                     optimizer.state[param] = dict(packed["state"][names[param]])
+
+
+def broadcast(
+    optimizers: Optimizers, names: Mapping[Tensor, str], group: RankGroup, source: int, take: bool
+) -> None:
+    """Send what member `source` has to all; those with `take` have the same afterwards. Collective.
+
+    Raises TypeError on the source for a state that is neither a tensor nor plain.
+    """
+    params = {name: param for param, name in names.items()}
+    mine: dict[str, Any]
+    mine = pack(optimizers, names) if group.rank == source else {"groups": "", "state": {}}
+    told = json.dumps(_described(mine)) if group.rank == source else ""
+    what = "the inner optimizer's state"
+    packed = json.loads(group.gather_text(told, what)[source])
+    for name, states in packed["state"].items():
+        for key, about in states.items():
+            if not isinstance(about, dict):
+                continue
+            param, shape = params[name], about["shape"]
+            whole = shape == list(local(param).shape)
+            if group.rank == source:
+                part = local(mine["state"][name][key]).contiguous()
+            else:
+                where = param.device if about["device"] != "cpu" else "cpu"
+                part = torch.empty(shape, dtype=getattr(torch, about["dtype"]), device=where)
+            broadcast_into(group, part, f"{what}, {key!r} of {name!r}", source)
+            states[key] = from_local(part, param) if is_sharded(param) and whole else part
+    if take:
+        unpack(optimizers, names, packed)
+
+
+def _described(packed: Mapping[str, Any]) -> dict[str, Any]:
+    state: dict[str, dict[str, Any]] = {}
+    for name, states in packed["state"].items():
+        for key, value in states.items():
+            about = value
+            if isinstance(value, Tensor):
+                own = local(value)
+                about = {
+                    "dtype": str(own.dtype)[6:],
+                    "shape": list(own.shape),
+                    "device": own.device.type,
+                }
+            elif not isinstance(value, bool | int | float | str | None):
+                raise TypeError(
+                    f"the optimizer state {key!r} of {name!r} is a {type(value).__name__}, which "
+                    "cannot be sent to a replica that joins"
+                )
+            state.setdefault(name, {})[key] = about
+    return {"groups": packed["groups"], "state": state}
 
 
 def _groups(optimizers: Optimizers, names: Mapping[Tensor, str]) -> list[dict[str, Any]]:

@@ -35,7 +35,7 @@ def agree(
     problem: what this rank found wrong on its own; it is raised here after the peers have heard.
     arguments: those of attach() that must be equal. Its `start`: "check" raises ValueError naming
     the first value that differs; "broadcast" copies replica 0's parameters and persistent buffers
-    to all.
+    to all; "join" leaves them alone.
     """
     group = mesh.all
     if problem is not None or plan is None:
@@ -50,7 +50,8 @@ def agree(
             *([name, value] for name, value in config.as_dict().items()),
             *([name, value] for name, value in arguments.items()),
         ],
-        "layers": lambda: [[unit.name, list(unit.params)] for unit in plan.units],
+        # By name: shards order them differently, and the model's own order is compared already.
+        "layers": lambda: [[unit.name, sorted(unit.params)] for unit in plan.units],
     }
     digests = [_digest(rows()) for rows in sections.values()]
     gathered = group.gather([0, *digests], "start check")
@@ -61,7 +62,8 @@ def agree(
     for column, (title, rows) in enumerate(sections.items(), 1):
         if len({row[column] for row in gathered}) > 1:
             _raise_difference(group, title, rows(), group.size)
-    _agree_on_values(mesh, model, arguments["start"])
+    if arguments["start"] != "join":
+        _agree_on_values(mesh, model, arguments["start"])
 
 
 def _agree_on_values(mesh: ReplicaMesh, model: nn.Module, start: str) -> None:
@@ -78,7 +80,7 @@ def _agree_on_values(mesh: ReplicaMesh, model: nn.Module, start: str) -> None:
     if start == "check":
         rows, period = (sharded, shards) if shards_differ else (whole, mesh.all.size)
         _raise_difference(mesh.all, "values", rows, period)
-    for name, tensor in _tensors(model).items():
+    for name, tensor in tensors_of(model).items():
         group = mesh.replica if is_sharded(tensor) else mesh.all
         broadcast_into(group, tensor, f"start, broadcast of {name!r}")
 
@@ -98,7 +100,8 @@ def values_digest(params: list[nn.Parameter]) -> int:
     return _digest([[_C.checksum(local(p))] for p in params])
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """What replicas must have alike at the start: all parameters and persistent buffers."""
     named = {clean(name): param for name, param in model.named_parameters()}
     return {**named, **persistent_buffers(model)}
 
@@ -122,7 +125,7 @@ def _structure(model: nn.Module) -> Rows:
 def _values(model: nn.Module, *, sharded: bool) -> Rows:
     return [
         [name, f"a value with checksum {_C.checksum(local(t)):016x}"]
-        for name, t in _tensors(model).items()
+        for name, t in tensors_of(model).items()
         if is_sharded(t) == sharded
     ]
 

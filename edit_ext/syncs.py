@@ -173,6 +173,15 @@ class Syncs:
             self.pipeline.finish()
             self._maybe_over()
 
+    def give_up(self) -> None:
+        """The group is gone: what a sync has not finished belongs to the open window again."""
+        fsdp.reshard(self._gathering)
+        self._identity.check(self._model)
+        if self.active:
+            self._clock.window_steps += self._window
+            self._clock.armed = True
+        self._unsettled.clear()
+
     def all_done(self) -> bool:
         """Whether every replica has said in the last sync that it has ended its training."""
         self.settle()

@@ -18,6 +18,15 @@ KINDS = ("auto", "nccl", "c10d")
 log = logging.getLogger("edit_ext")
 
 
+@dataclass(frozen=True)
+class Link:
+    """What attach() was asked for: its arguments `comm`, `max_ctas` and `comm_wrapper`."""
+
+    kind: str = "auto"
+    max_ctas: int = 0
+    wrap: Callable[[_C.Comm], _C.Comm] | None = None
+
+
 @dataclass
 class Carriers:
     """The communicators of this rank's groups in the mesh; None is a group of one."""

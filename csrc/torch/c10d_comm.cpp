@@ -74,6 +74,23 @@ C10dComm::C10dComm(const std::string& payload_group, const std::string& scalar_g
                     " must hold the same ranks in the same order");
 }
 
+void C10dComm::wait_for(const c10::intrusive_ptr<c10d::Work>& work) {
+  const auto await = [this](const c10::intrusive_ptr<c10d::Work>& next) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    awaited_ = next;
+    return aborted_.empty();
+  };
+  bool done = false;
+  try {
+    done = await(work) && work->wait(kPatience);
+  } catch (...) {
+    await(nullptr);
+    throw;
+  }
+  await(nullptr);
+  if (!done) poll();
+}
+
 void C10dComm::transfer(Channel& c, const Block* to, const Block* from) {
   poll();
   std::vector<Message> posted;
@@ -86,7 +103,7 @@ void C10dComm::transfer(Channel& c, const Block* to, const Block* from) {
     return c.group->send(t, peer, tag(c.sent[peer]));
   });
   for (Message& m : posted) {
-    naming(names_[m.peer], m.outgoing, [&] { return m.work->wait(kPatience); });
+    naming(names_[m.peer], m.outgoing, [&] { wait_for(m.work); });
   }
   poll();
 }
@@ -114,6 +131,14 @@ void C10dComm::gather_scalars(void* buffer, int64_t each) {
 void C10dComm::abort(const std::string& reason) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (aborted_.empty()) aborted_ = reason.empty() ? "aborted" : reason;
+  // A peer that has stopped sends nothing more and closes nothing: its message would be waited for
+  // as long as its process lives.
+  if (!awaited_) return;
+  try {
+    awaited_->abort();
+  } catch (const c10::Error&) {
+    return;  // a backend that cannot; its wait ends with the message or the process
+  }
 }
 
 void C10dComm::poll() const {

@@ -34,6 +34,7 @@ class C10dComm final : public Comm {
     c10::intrusive_ptr<c10d::ProcessGroup> group;
     std::vector<uint32_t> sent, received;  // messages per peer so far; their tags
   };
+  void wait_for(const c10::intrusive_ptr<c10d::Work>& work);
   void transfer(Channel& channel, const Block* to, const Block* from);
   void gather(Channel& channel, void* buffer, int64_t each, int64_t total);
 
@@ -42,6 +43,7 @@ class C10dComm final : public Comm {
   std::atomic<int64_t> sent_{0};
   mutable std::mutex mutex_;
   std::string aborted_;
+  c10::intrusive_ptr<c10d::Work> awaited_;  // by the thread inside transfer()
 };
 
 }  // namespace edit_ext
