@@ -17,7 +17,7 @@ from .heartbeat import Heartbeat
 
 # The heartbeat decides when a peer is lost; the operations themselves wait for a slow one.
 PATIENCE = timedelta(days=365)
-GRACE = 2.0  # seconds for what a peer has sent before it left
+GRACE = 1.0  # seconds for what a peer has sent before it left or failed
 
 
 class RankGroup:
@@ -124,12 +124,13 @@ class RankGroup:
         try:
             while not work.is_completed():
                 if self.heartbeat is not None:
-                    self.heartbeat.check()
                     departed = self.heartbeat.departed()
-                    if departed is not None:
-                        # What it sent before it left may still be under way.
+                    if departed is not None or self.heartbeat.failure is not None:
+                        # What it sent before may still be under way: an error that all ranks find
+                        # in what they gather is to be the same on all of them.
                         left_at = left_at or time.monotonic()
                         if time.monotonic() - left_at > GRACE:
+                            self.heartbeat.check()
                             raise RuntimeError(f"{departed}, but this rank still waits for it")
                 time.sleep(pause)
                 pause = min(pause * 1.5, 2e-3)

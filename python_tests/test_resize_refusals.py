@@ -25,7 +25,7 @@ def attached(ranks: list[int] | None = None, **options: Any) -> tuple[Any, Any, 
         model,
         optimizer,
         edit_ext.attach(
-            model, optimizer, plain(timeout=options.pop("timeout", 5.0)), group=ranks, **options
+            model, optimizer, plain(timeout=options.pop("timeout", 20.0)), group=ranks, **options
         ),
     )
 
@@ -124,7 +124,7 @@ def wrong_start() -> str:
             model = make_net()
             model.scale.fill_(3.0)
         optimizer = sgd(model)
-        sync = edit_ext.attach(model, optimizer, plain(timeout=5.0), group=[0, 1], start="join")
+        sync = edit_ext.attach(model, optimizer, plain(timeout=20.0), group=[0, 1], start="join")
         assert sync.step == 5
     with sync:
         for t in range(5, 9):
@@ -147,8 +147,8 @@ def timed(state: str) -> tuple[int, int, bool]:
     rank = dist.get_rank()
     model = make_net()
     optimizer = sgd(model)
-    rules = {"sync_seconds": 0.3, "timeout": 5.0}
-    config = plain_timed(**rules) if state == "timed" else plain(warmup_steps=20, timeout=5.0)
+    rules = {"sync_seconds": 0.3, "timeout": 20.0}
+    config = plain_timed(**rules) if state == "timed" else plain(warmup_steps=20, timeout=20.0)
     sync = edit_ext.attach(model, optimizer, config)
     for t in range(6):
         train_step(model, optimizer, rank, t)
@@ -189,8 +189,8 @@ def joiner_dies() -> dict[str, torch.Tensor]:
             os.kill(os.getpid(), signal.SIGKILL)
 
         edit_ext.resize._take_layers = die
-        attached([0, 1, 2], start="join", timeout=2.0)
-    model, optimizer, sync = attached([0, 1], timeout=2.0)
+        attached([0, 1, 2], start="join", timeout=5.0)
+    model, optimizer, sync = attached([0, 1], timeout=5.0)
     for t in range(5):
         train_step(model, optimizer, rank, t)
     state = sync.state_dict()
