@@ -125,17 +125,22 @@ bool NcclComm::close(double seconds) {
   if (orderly && size_ == 1) return true;
   const nccl::Clock::time_point start = nccl::Clock::now();
   nccl::Result result = orderly ? nccl::kInProgress : nccl::kInternalError;
-  for (bool asked = false; result == nccl::kInProgress && nccl::since(start) < seconds;
-       asked = true) {
+  for (bool asked = false; result == nccl::kInProgress && nccl::since(start) < seconds;) {
     if (asked) nccl::pause(nccl::since(start));
-    std::lock_guard<std::mutex> one(calling_);
+    // Never behind another thread's call: it may be stuck inside the library, and only the abort
+    // below gets it out.
+    std::unique_lock<std::mutex> one(calling_, std::try_to_lock);
+    if (!one.owns_lock()) {
+      nccl::pause(1.0);
+      continue;
+    }
     Handle handle;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       handle = handle_;
     }
     if (!handle) return false;  // aborted meanwhile
-    if (!asked) {
+    if (!std::exchange(asked, true)) {
       result = library_->comm_finalize(*handle);
     } else if (library_->comm_get_async_error(*handle, &result) != nccl::kSuccess) {
       result = nccl::kInternalError;

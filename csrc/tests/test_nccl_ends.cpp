@@ -171,6 +171,26 @@ void close_waits_for_peers_in_vain() {
   CHECK(says(thrown([&] { gather_one(*ranks[1]); }), {"aborted: close failed: remote process"}));
 }
 
+// A call of another thread sits inside the library for good: close ends in time, and the call too.
+void close_does_not_wait_for_a_stuck_call() {
+  reset();
+  fake().stick = true;
+  Ranks ranks = connect(2);
+  run_ranks(2, [&](int i) {
+    if (i == 0) {
+      CHECK(says(thrown([&] { gather_one(*ranks[0]); }), {"aborted: not closed in 0.2 s"}));
+      return;
+    }
+    for (bool inside = false; !inside;) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      std::lock_guard<std::mutex> lock(fake().mutex);
+      inside = fake().log.size() == 3;  // two inits, one call
+    }
+    const double took = seconds_of([&] { CHECK(!ranks[0]->close(0.2)); });
+    CHECK(took >= 0.2 && took < 5.0 && ranks[0]->state() == State::aborted);
+  });
+}
+
 void sisters_are_aborted_in_one_group() {
   reset();
   Ranks shard = connect(2), replica = connect(2), mesh = connect(2);
@@ -243,6 +263,7 @@ int main() {
   abort_frees_a_call();
   ends_happen_once();
   close_waits_for_peers_in_vain();
+  close_does_not_wait_for_a_stuck_call();
   sisters_are_aborted_in_one_group();
   destructor_does_not_wait();
   destructor_leaves_a_hanging_abort();
