@@ -243,6 +243,21 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.edit_ext, name), args, kwargs, test_utils=checks)
 
 
+@pytest.mark.parametrize("name", list(op_arguments()))
+def test_what_is_written_has_a_new_version(name: str) -> None:
+    """The version counter of each tensor moves that the operator's schema says it writes."""
+    args, kwargs = op_arguments()[name]
+    operator = getattr(torch.ops.edit_ext, name)
+    written = []
+    for place, argument in enumerate(operator.default._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs[argument.name]
+            written += value if isinstance(value, list) else [value]
+    before = [tensor._version for tensor in written]
+    operator(*args, **kwargs)
+    assert written and all(t._version > v for t, v in zip(written, before, strict=True))
+
+
 def test_every_operator_is_checked() -> None:
     """A new operator without arguments in `op_arguments` fails here."""
     names = {

@@ -65,6 +65,7 @@ std::tuple<Tensor, Tensor, Tensor> decide_op(const Tensor& norms, const Tensor& 
   v.merge_records = as<MergeRecord>(merged);
   v.decision = as<Decision>(decision);
   run_on(device, [&](Device& passes) { passes.decide(v, p); });
+  written(detector);
   return {weights_in(decided), flags_in(decided), skip_in(decision)};
 }
 
@@ -158,6 +159,7 @@ Tensor stream(int64_t kind, const Tensor& a, const Tensor& b, const Tensor& out)
     partials[i] = dev.table().stream(static_cast<int>(kind), size, a.data_ptr<float>() + at,
                                      b.data_ptr<float>() + at, out.data_ptr<float>() + at);
   });
+  written(out);
   return at::full({1}, cpu::total(partials.data(), static_cast<int64_t>(partials.size())),
                   at::kDouble);
 }

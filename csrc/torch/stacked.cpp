@@ -102,6 +102,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> stacked_outer_step(
 #endif
   written(anchor);
   written(momentum);
+  written(detector);
   for (const Tensor& t : params) written(t);
   return {norms_in(decided), weights, flags_in(decided), scalars_in(decision)};
 }
