@@ -16,8 +16,8 @@ def as_tensor(value: Any) -> Any:
     """A tensor on the memory of `value` if it offers DLPack or `__cuda_array_interface__`.
 
     Lists are taken apart; tensors, numbers and strings come back as they are. Nothing is copied: an
-    operator that works in place changes the array. Raises ValueError for a read-only array, and
-    for one on a GPU that torch does not see.
+    operator that works in place changes the array. Raises ValueError for an array that is
+    read-only, has negative strides, or is on a GPU that torch does not see.
     """
     if isinstance(value, Tensor | str | int | float | None):
         return value
@@ -26,6 +26,8 @@ def as_tensor(value: Any) -> Any:
     for name in ("__array_interface__", "__cuda_array_interface__"):
         if hasattr(value, name) and getattr(value, name)["data"][1]:
             raise ValueError("an array is read-only; operators work in place and copy nothing")
+    if any(stride < 0 for stride in _strides(value)):  # torch.from_dlpack would end the process
+        raise ValueError("an array has negative strides, which tensors cannot have; pass a copy")
     on_gpu = hasattr(value, "__cuda_array_interface__")
     if hasattr(value, "__dlpack_device__"):
         on_gpu = on_gpu or value.__dlpack_device__()[0] == CUDA
@@ -37,6 +39,13 @@ def as_tensor(value: Any) -> Any:
     if hasattr(value, "__dlpack__"):
         return torch.from_dlpack(value)
     return torch.as_tensor(value, device="cuda") if on_gpu else value
+
+
+def _strides(value: Any) -> tuple[int, ...]:
+    for name in ("__array_interface__", "__cuda_array_interface__"):
+        if hasattr(value, name):
+            return getattr(value, name).get("strides") or ()
+    return ()
 
 
 def taking_arrays(operator: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from test_ops import POLICY
@@ -159,6 +160,11 @@ BAD = {
         lambda: ops.write_back(OnAGpu(), [torch.zeros(3)]),
         ValueError,
         r"an argument is a OnAGpu in the memory of a GPU, and torch .* sees no GPU here",
+    ),
+    "an array that runs backwards": (
+        lambda: ops.write_back(torch.zeros(128), [np.zeros((3, 4), dtype=np.float32)[:, ::-1]]),
+        ValueError,
+        r"an array has negative strides",
     ),
     "replicas of different shapes": (
         lambda: ops.stacked_outer_step(
