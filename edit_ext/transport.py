@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from . import _C
 from .comm import RankGroup
@@ -71,7 +72,7 @@ def choose(group: RankGroup, kind: str, like: torch.Tensor, max_ctas: int = 0) -
         first = next((o for o in obstacles if o), "")
         if not first and len(set(places)) < len(places):
             first = "two ranks share a GPU, which NCCL refuses"
-        chosen = not first, first or f"NCCL {_C.nccl_version()} on a side stream"
+        chosen = not first, first or f"NCCL {_versions()} on a side stream"
         obstacle = first
     if kind == "nccl" and obstacle:
         raise ValueError(f"comm='nccl' cannot be used: {obstacle}")
@@ -126,6 +127,15 @@ def _obstacle(kind: str, like: torch.Tensor) -> str:
     except RuntimeError as error:
         return str(error).replace("\n", " ")
     return ""
+
+
+def _versions() -> str:
+    """The version of our NCCL, and of torch's where that is another library."""
+    ours = _C.nccl_version()
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return ours
+    theirs = ".".join(map(str, torch.cuda.nccl.version()[:3]))
+    return ours if ours == theirs else f"{ours} (torch itself uses {theirs})"
 
 
 def _place(like: torch.Tensor) -> str:

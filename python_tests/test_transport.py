@@ -91,6 +91,21 @@ def test_one_rank_without_nccl_is_enough(monkeypatch: pytest.MonkeyPatch) -> Non
     assert direct and "NCCL 2.30.7" in why
 
 
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [((2, 30, 7), "NCCL 2.30.7 on"), ((2, 27, 5), "NCCL 2.30.7 (torch itself uses 2.27.5) on")],
+)
+def test_another_library_than_torchs_is_said(
+    monkeypatch: pytest.MonkeyPatch, theirs: tuple[int, ...], said: str
+) -> None:
+    """A torch with NCCL inside leaves us the machine's, which may be of another version."""
+    monkeypatch.setattr(_C, "nccl_version", lambda: "2.30.7")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: theirs)
+    direct, why = choose(Group("\na 1", "\nb 1"), "auto", torch.zeros(1))  # type: ignore[arg-type]
+    assert direct and said in why
+
+
 @pytest.mark.parametrize(("ctas", "said"), [(-1, "from 0 to 64, but is -1"), (4, "no effect")])
 def test_max_ctas_is_never_ignored(ctas: int, said: str) -> None:
     """A number that cannot be, and one that nothing would use, are refused."""
