@@ -68,8 +68,8 @@ STREAMS = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()
 class Twin:
     """All replicas of a layer, synced step by step on the CPU's memory with nothing beside them."""
 
-    def __init__(self, seed: int, replicas: int = 1) -> None:
-        self.params = [draw(seed) for _ in range(replicas)]
+    def __init__(self, seed: int, replicas: int = 1, count: int = 5) -> None:
+        self.params = [draw(seed)[:count] for _ in range(replicas)]
         self.anchor = flat(self.params[0])
         self.momentum = torch.zeros_like(self.anchor)
         self.detector = torch.zeros(replicas, 5, dtype=torch.float64)
@@ -90,8 +90,8 @@ class Twin:
             ops.write_back(self.anchor, params)
 
 
-def layer_with(seed: int, pool: _C.BufferPool) -> _C.Layer:
-    params = [t.to(HOME) for t in draw(seed)]
+def layer_with(seed: int, pool: _C.BufferPool, count: int = 5) -> _C.Layer:
+    params = [t.to(HOME) for t in draw(seed)[:count]]
     return _C.Layer("block", params, replica=None, lane=_C.make_lane(params[0]), pool=pool)
 
 
@@ -143,6 +143,26 @@ def run_and_compare(pool: _C.BufferPool, streams: tuple[int, int], in_flight: in
 def test_buffers_pass_from_layer_to_layer(streams: tuple[int, int]) -> None:
     """Two layers through one set of buffers, each on a stream of the caller: every bit right."""
     run_and_compare(_C.BufferPool(1), streams, in_flight=1)
+
+
+def test_outgrown_buffers_wait_for_their_last_use() -> None:
+    """A layer needs larger buffers on another stream of the caller, and the one before it has not
+    run yet: what it still uses is not given to anybody else."""
+    for k in range(SYNCS):
+        pool, seeds, counts = _C.BufferPool(1), (5, 6), (1, 5)
+        layers = [layer_with(s, pool, n) for s, n in zip(seeds, counts, strict=True)]
+        twins = [Twin(s, count=n) for s, n in zip(seeds, counts, strict=True)]
+        for params in [*(x.params for x in layers), *(x.params[0] for x in twins)]:
+            move(params, k)
+        settle()
+        for stream, layer in enumerate(layers, 1):
+            with on_stream(stream):
+                begin(layer, 0)
+            finish(stream, layer)
+        settle()
+        for layer, twin in zip(layers, twins, strict=True):
+            twin.sync()
+            same(layer, twin)
 
 
 @pytest.mark.parametrize("streams", [(0, 0), (1, 1)])

@@ -2,12 +2,17 @@
 
 #include <ATen/Functions.h>
 
+#include <algorithm>
+
 namespace edit_ext {
 namespace {
 
-at::Tensor grown(at::Tensor& t, int64_t bytes, at::Device device) {
-  if (!t.defined() || t.numel() < bytes || t.device() != device) t = bytes_on(device, bytes);
-  return t;
+at::Tensor grown(Buffers& b, at::Tensor& t, int64_t bytes, at::Device device) {
+  if (t.defined() && t.numel() >= bytes && t.device() == device) return t;
+  if (t.defined() && b.last_use && !b.last_use->passed()) {
+    b.outgrown.emplace_back(std::move(t), b.last_use);
+  }
+  return t = bytes_on(device, bytes);
 }
 
 }  // namespace
@@ -73,16 +78,19 @@ void Flight::point() {
   v.momentum = momentum.defined() ? momentum.data_ptr<float>() : nullptr;
   v.detectors = reinterpret_cast<Detector*>(detector.data_ptr<double>());
   Buffers& b = *buffers;
+  b.outgrown.erase(std::remove_if(b.outgrown.begin(), b.outgrown.end(),
+                                  [](const auto& old) { return old.second->passed(); }),
+                   b.outgrown.end());
   const at::Device where = anchor.device();
-  v.send = grown(b.send, wire_bytes(v.wire, v.replicas * v.piece), where).data_ptr();
-  v.recv = grown(b.recv, wire_bytes(v.wire, (v.replicas - 1) * v.piece), where).data_ptr();
+  v.send = grown(b, b.send, wire_bytes(v.wire, v.replicas * v.piece), where).data_ptr();
+  v.recv = grown(b, b.recv, wire_bytes(v.wire, (v.replicas - 1) * v.piece), where).data_ptr();
   if (v.replicated && v.wire == Wire::f32) {
     v.merged = reinterpret_cast<float*>(received(v, v.replica));  // where it is returned from
   } else {
-    v.merged = as<float>(grown(b.merged, v.piece * 4, where));
+    v.merged = as<float>(grown(b, b.merged, v.piece * 4, where));
   }
-  v.partials = as<float>(grown(b.partials, layout.partials(v.piece) * 4, where));
-  v.table = grown(b.table, table_bytes(layout.tensors.size()), where).data_ptr();
+  v.partials = as<float>(grown(b, b.partials, layout.partials(v.piece) * 4, where));
+  v.table = grown(b, b.table, table_bytes(layout.tensors.size()), where).data_ptr();
   scalars = ScalarBlock(where, v.replicas, v.shards, v.mesh_ranks);
   char* const base = static_cast<char*>(scalars.device.data_ptr());
   v.shard_sums = reinterpret_cast<double*>(base);

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "../core/comm.h"
@@ -17,6 +18,9 @@ namespace edit_ext {
 struct Buffers {
   at::Tensor send, recv, merged, partials, table;
   std::shared_ptr<const Timer> last_use;  // its end: until then a stream may still read them
+  // What was too small for a layer, with its last use. torch's allocator would give it to whatever
+  // comes next on the stream that it was made on, and that may be another than the one that waits.
+  std::vector<std::pair<at::Tensor, std::shared_ptr<const Timer>>> outgrown;
 };
 
 // As many Buffers as layers may be in flight, each grown to the largest layer that used it.
