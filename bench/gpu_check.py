@@ -82,6 +82,7 @@ def steps(out: Path, dry: bool, capability: str | None) -> list[Step]:
     use = {"PYTHONPATH": str(package)}
     pytest = [python, "-m", "pytest", "-q", "-rsx", "-p", "no:cacheprovider", "-m", "gpu"]
     tests = [*pytest, str(ROOT / "python_tests" / "test_gpu.py")]
+    streams = [*pytest, str(ROOT / "python_tests" / "test_streams.py")]
     nccl = [*pytest, str(ROOT / "python_tests" / "test_gpu_nccl.py")]
     cli = [python, "-m", "edit_ext.cli"]
     kernels = [*cli, "bench", "kernels", "--json", str(out / "kernels.json")]
@@ -99,6 +100,7 @@ def steps(out: Path, dry: bool, capability: str | None) -> list[Step]:
         Step("build", build, 240, False, {**switch, **arch}),
         Step("doctor", [*cli, "doctor", "--json"], 60, False, use),
         Step("tests", tests, 180, False, use),
+        Step("streams", streams, 60, False, use),
         Step("memcheck", [sanitizer, "--tool", "memcheck", *small], 120, True, use),
         Step("racecheck", [sanitizer, "--tool", "racecheck", *small], 120, True, use),
         Step("kernels", kernels, 120, False, use),
