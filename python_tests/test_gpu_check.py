@@ -11,6 +11,8 @@ import pytest
 import torch
 from test_boundary import ROOT
 
+from edit_ext.bench import gpu_check
+
 SCRIPT = str(ROOT / "bench" / "gpu_check.py")
 
 
@@ -27,6 +29,24 @@ def test_dry_run_does_everything_but_the_device(tmp_path: Path) -> None:
     left_out = {name for name, result in results.items() if result == "left out"}
     assert left_out == {"memcheck", "racecheck"}
     assert {results[name] for name in results.keys() - left_out} == {"ok"}
+
+
+def test_nothing_else_passes_for_a_failed_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the build under test an installed one would be found, so all that follows is left
+    out."""
+    fails, works = ([sys.executable, "-c", f"raise SystemExit({code})"] for code in (1, 0))
+    step = gpu_check.Step
+    monkeypatch.setattr(
+        gpu_check,
+        "steps",
+        lambda *_: [step("build", fails, 60, False), step("kernels", works, 60, False)],
+    )
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run", "--out", str(tmp_path)])
+    assert gpu_check.main() == 1
+    report = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert [each["result"] for each in report["steps"]] == ["failed", "left out"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
