@@ -175,17 +175,15 @@ class IdentityWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._seen = {
-            name: _Seen(p, p.requires_grad, p.shape, p.dtype)
-            for name, p in model.named_parameters(remove_duplicate=False)
+            name: _Seen(p, p.requires_grad, p.shape, p.dtype) for name, p in _named(model).items()
         }
 
     def check(self, model: nn.Module) -> None:
         """Raise RuntimeError naming the first parameter that is not what it was."""
-        now = dict(model.named_parameters(remove_duplicate=False))
+        now = _named(model)
         again = "detach() the handle and attach again"
         for name, param in now.items():
             seen = self._seen.get(name)
-            name = clean(name)
             if seen is None:
                 raise RuntimeError(f"parameter {name!r} was added after attach; {again}")
             if param is not seen.param:
@@ -204,4 +202,9 @@ class IdentityWatch:
                 )
         for name in self._seen:
             if name not in now:
-                raise RuntimeError(f"parameter {clean(name)!r} has gone since attach; {again}")
+                raise RuntimeError(f"parameter {name!r} has gone since attach; {again}")
+
+
+def _named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters, ties too, by a name that a wrapper put around a module does not change."""
+    return {clean(n): p for n, p in model.named_parameters(remove_duplicate=False)}

@@ -133,8 +133,11 @@ class Engine:
             self.syncs.finish()
             if self.paused:
                 return
-            if self.averager is not None and closure is None:
-                self.averager.before_step()
+            if self.averager is not None:
+                # A parameter that came after attach has a gradient of this replica alone.
+                self.syncs.check_identity()
+                if closure is None:
+                    self.averager.before_step()
             self._switch_if_due()
             # With a closure the forward is still to come; another optimizer of the same logical
             # step may follow the one that armed the sync.

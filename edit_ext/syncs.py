@@ -116,10 +116,14 @@ class Syncs:
     def refresh(self) -> None:
         """Before parameters are read or written outside a sync, or by a new one: FSDP2 holds no
         gathered copy, every layer knows where its parameters are, and they are those of attach."""
-        fsdp.reshard(self._gathering)
-        self._identity.check(self._model)
+        self.check_identity()
         for layer, unit in zip(self.anchored_layers(), self.plan.units, strict=True):
             layer.rebind([local(p) for p in unit.params.values()])
+
+    def check_identity(self) -> None:
+        """Raise RuntimeError naming a parameter that is not what it was at attach."""
+        fsdp.reshard(self._gathering)
+        self._identity.check(self._model)
 
     def switch(self) -> None:
         """From warm-up to local steps: the weights, replica 0's if they differ, become anchors."""
