@@ -78,6 +78,7 @@ class Engine:
         self._on_gpu = any(p.is_cuda for p in self.syncs.trainable.values())
         self._forward_since_tick = False
         self._no_root_said = False
+        self._late_looked = False
         self.averager: GradientAverager | None = None
         if config.warmup_steps and comms.replica is not None:
             trainable = list(self.syncs.trainable.items())
@@ -130,6 +131,7 @@ class Engine:
             return
         self._refuse_capture()
         with self.watched():
+            self._look_for_late()
             self.syncs.finish()
             if self.paused:
                 return
@@ -312,6 +314,25 @@ class Engine:
     def _foreign(self) -> bool:
         """Whether this is a forked child, which must not touch the parent's groups."""
         return os.getpid() != self.process
+
+    def _look_for_late(self) -> None:
+        """At the end of the first sync in a forward: has that used a layer without its module's
+        hook? Then it has read the weights of before, and from now on all layers are waited for.
+        """
+        if self._late_looked or not (self.syncs.active and self._forward_since_tick):
+            return
+        self._late_looked = True
+        late = self.syncs.late()
+        if late is None:
+            return
+        self.plan.whole = f"a forward used layer {late!r} past the hook of its module"
+        warnings.warn(
+            f"edit_ext: sync {self.clock.sync_index}: the forward used layer {late!r} without "
+            "calling its module, or was compiled before attach, and so did not wait for its new "
+            "weights, which come now, before the step. From now on all layers are waited for "
+            "before model(...), as with granularity='model'.",
+            stacklevel=2,
+        )
 
     def _say_no_root(self) -> None:
         if self._forward_since_tick or self._no_root_said:

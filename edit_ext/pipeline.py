@@ -22,13 +22,13 @@ class Pipeline:
     ) -> None:
         self.order = list(range(len(layers)))
         self.active = False
+        self.done: set[int] = set()  # layers of the open sync that have been written back
         self._layers = layers
         self._prefetch = prefetch
         self._slots = max(prefetch, 1)
         self._on_done = on_done
         self._begun = 0
         self._flying: list[int] = []
-        self._done: set[int] = set()
         self._begin: Callable[[_C.Layer], None] | None = None
 
     def start(self, begin: Callable[[_C.Layer], None]) -> None:
@@ -38,7 +38,7 @@ class Pipeline:
         self.active = True
         self._begin = begin
         self._begun = 0
-        self._done = set()
+        self.done = set()
 
     def look_ahead(self) -> None:
         """Begin layers until `prefetch` are in flight."""
@@ -47,15 +47,15 @@ class Pipeline:
 
     def need(self, wanted: Iterable[int]) -> None:
         """Return when the results of the layers `wanted` are in their parameters."""
-        missing = [index for index in wanted if index not in self._done]
+        missing = [index for index in wanted if index not in self.done]
         if not missing:
             return
         for index in missing:
-            while index not in self._done and index not in self._flying:
+            while index not in self.done and index not in self._flying:
                 if len(self._flying) >= self._slots:
                     self._finish(self._flying[0])
                 self._begin_next()
-            if index not in self._done:
+            if index not in self.done:
                 self._finish(index)
                 self.look_ahead()
 
@@ -67,7 +67,7 @@ class Pipeline:
 
     def over(self) -> bool:
         """Close the sync if all its layers are done; True if this call closed it."""
-        if not self.active or len(self._done) < len(self.order):
+        if not self.active or len(self.done) < len(self.order):
             return False
         self.active, self._begin = False, None
         return True
@@ -93,5 +93,5 @@ class Pipeline:
             # wait() may raise after the write-back (a bad decision), or before it (Ctrl-C).
             if not layer.in_flight:
                 self._flying.remove(index)
-                self._done.add(index)
+                self.done.add(index)
         self._on_done(index)

@@ -166,6 +166,16 @@ class Syncs:
             self._model, list(range(len(self.layers))) if self.plan.whole else self.plan.root
         )
 
+    def late(self) -> str | None:
+        """A layer that has gradients, though the open sync has not come to it yet. Waits for a GPU
+        if there is one."""
+        for index, unit in enumerate(self.plan.units):
+            if index not in self.pipeline.done:
+                grads = [p.grad for p in unit.params.values() if p.grad is not None]
+                if any(bool(local(g).any()) for g in grads if not g.is_sparse):
+                    return unit.name
+        return None
+
     def need(self, wanted: Iterable[int]) -> None:
         """Return when the results of the layers `wanted` are in their parameters."""
         self.pipeline.need(wanted)

@@ -74,7 +74,7 @@ def run(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_trains_like_its_plain_twin(ranks: Ranks, name: str) -> None:
+def test_row_14_compiled_shards(ranks: Ranks, name: str) -> None:
     """Weights, norms and clips equal the simulation; nothing is compiled after the first step."""
     results = ranks.run(4, run, name, seconds=90)
     CASES[name].check(results)

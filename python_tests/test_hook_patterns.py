@@ -179,11 +179,13 @@ def test_row_08_hooks_not_called() -> None:
     model = Direct()  # a parameter of one layer used by another, a module that never runs
     optimizer = sgd(model)
     sync = edit_ext.attach(model, optimizer, plain())
-    for t in range(7):
-        model(batch(0, t)[0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert sync.totals()["syncs"] == 3
+    with pytest.warns(UserWarning, match="sync 1: the forward used layer 'tied' without") as caught:
+        for t in range(7):
+            model(batch(0, t)[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(caught) == 1 and sync.totals()["syncs"] == 3
+    assert "because a forward used layer 'tied' past the hook of its module" in sync.explain()
 
 
 def test_row_17_param_groups() -> None:

@@ -19,6 +19,7 @@ ROWS = {
     10: "odd shapes: 0-dim parameters broke wrappers",
     11: "uneven DTensor: a rebuilt one had a wrong global shape",
     13: "stale references: parameters replaced or added were not synchronised",
+    14: "torch.compile: hooks registered after the first call did not run",
     16: "buffers: BatchNorm statistics stayed local",
     17: "param groups: a wrapper kept a dead list",
     20: "fp16 norms: squares overflowed",
