@@ -71,7 +71,9 @@ def choose(group: RankGroup, kind: str, like: torch.Tensor, max_ctas: int = 0) -
         obstacles, places = zip(*(text.split("\n") for text in said), strict=True)
         first = next((o for o in obstacles if o), "")
         if not first and len(set(places)) < len(places):
-            first = "two ranks share a GPU, which NCCL refuses"
+            place = next(p for p in places if places.count(p) > 1)
+            who = " and ".join(group.name(i) for i, p in enumerate(places) if p == place)
+            first = f"{who} share the GPU {place}, which NCCL refuses"
         chosen = not first, first or f"NCCL {_versions()} on a side stream"
         obstacle = first
     if kind == "nccl" and obstacle:
@@ -141,5 +143,6 @@ def _versions() -> str:
 def _place(like: torch.Tensor) -> str:
     """A name of the device that no other device has; the CPU's memory is one for each process."""
     if like.device.type != "cuda":
-        return f"{socket.gethostname()} {like.device} {os.getpid()}"
-    return f"{socket.gethostname()} {torch.cuda.get_device_properties(like.device).uuid}"
+        return f"{like.device} {os.getpid()} of {socket.gethostname()}"
+    uuid = torch.cuda.get_device_properties(like.device).uuid
+    return f"{uuid} of {socket.gethostname()}"

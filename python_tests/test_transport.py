@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -57,14 +58,22 @@ class Group:
     def __init__(self, *said: str) -> None:
         self.said = list(said)
 
+    def name(self, member: int) -> str:
+        return f"replica {member} (rank {member})"
+
     def gather_text(self, text: str, what: str) -> list[str]:
         return self.said
 
 
-def test_replicas_on_one_gpu_do_not_take_nccl() -> None:
-    """NCCL refuses two ranks on one device; "auto" then stages through the host."""
-    direct, why = choose(Group("\na 1", "\na 1"), "auto", torch.zeros(1))  # type: ignore[arg-type]
-    assert not direct and "two ranks share a GPU" in why
+def test_short_two_ranks_on_one_gpu() -> None:
+    """NCCL refuses two ranks on one device; "auto" then stages through the host and says which they
+    are, "nccl" is refused at attach with the same words."""
+    said = "replica 0 (rank 0) and replica 2 (rank 2) share the GPU GPU-1 of a, which NCCL refuses"
+    group = Group("\nGPU-1 of a", "\nGPU-2 of a", "\nGPU-1 of a")
+    direct, why = choose(group, "auto", torch.zeros(1))  # type: ignore[arg-type]
+    assert not direct and why.endswith(f": {said}")
+    with pytest.raises(ValueError, match=re.escape(f"comm='nccl' cannot be used: {said}")):
+        choose(group, "nccl", torch.zeros(1))  # type: ignore[arg-type]
 
 
 def test_one_replica_does_not_load_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
