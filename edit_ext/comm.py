@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -54,7 +56,12 @@ class RankGroup:
         patience = timedelta(seconds=max(timeout, 1.0))
         for purpose in ("payload", "scalars"):
             name = f"{prefix}/{purpose}/{'-'.join(map(str, ranks))}"
-            group = _new_group(ranks, rank, name, patience)
+            try:
+                group = _new_group(ranks, rank, name, patience)
+            except (RuntimeError, ValueError) as error:
+                raise RuntimeError(
+                    f"the {title} of ranks {ranks} cannot be made: {error}. {gloo_address()}"
+                ) from error
             distributed_c10d._set_pg_timeout(PATIENCE, group)
             self.groups.append(group)
 
@@ -168,6 +175,25 @@ class RankGroup:
         self.finish(work, what)
         self.bytes_sent += (self.size - 1) * mine.numel() * mine.element_size()
         return parts
+
+
+def gloo_address() -> str:
+    """In a sentence: where Gloo listens, and the variable that says where."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME")
+    if name:
+        return (
+            f"Gloo listens at the interface that GLOO_SOCKET_IFNAME={name!r} names; several are "
+            "separated by commas, and NCCL's ^ and = are not known to it"
+        )
+    host = socket.gethostname()
+    try:
+        address = socket.gethostbyname(host)
+    except OSError as error:
+        address = f"none ({error})"
+    return (
+        f"Gloo listens at the address of this host's name {host!r}, {address}; if other machines "
+        "do not reach that, set GLOO_SOCKET_IFNAME to the interface that they reach"
+    )
 
 
 def keep_for_ever(thing: object) -> None:

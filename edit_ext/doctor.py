@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from . import _C
+from .comm import gloo_address
 
 Section = dict[str, Any]
 GROUP_TIMEOUT = timedelta(seconds=30)
@@ -88,6 +89,7 @@ def _groups() -> Section:
     names = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
     names |= {"mpi": dist.is_mpi_available, "ucc": dist.is_ucc_available}
     found: Section = {"backends": [name for name, available in names.items() if available()]}
+    found["address"] = gloo_address()
     try:
         return {**found, **_try_group()}
     except (RuntimeError, ValueError, OSError) as error:

@@ -25,6 +25,7 @@ from .ticker import Ticker
 from .transport import Carriers, Link
 from .warmup import GradientAverager
 
+FORWARDS = 1000  # in training without a step, before that is reported
 LEAVE_SECONDS = 1.0  # of a closed handle, for what still travels to or from its peers
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -79,6 +80,7 @@ class Engine:
         self._forward_since_tick = False
         self._no_root_said = False
         self._late_looked = False
+        self._forwards = 0  # training forwards since the last step
         self.averager: GradientAverager | None = None
         if config.warmup_steps and comms.replica is not None:
             trainable = list(self.syncs.trainable.items())
@@ -105,6 +107,7 @@ class Engine:
                 self.syncs.start(done=False)
             self.forward_thread = self.thread
             self._forward_since_tick = True
+            self._count_forward()
             self.syncs.enter_forward()
             if self.syncs.active:
                 self.syncs.enter_root()
@@ -159,6 +162,7 @@ class Engine:
         if not self.ticker.stepped(optimizer):
             return
         self.clock.tick()
+        self._forwards = 0
         if self.alarm is not None and self.clock.anchored:
             with self.watched():
                 self.alarm.tick()
@@ -333,6 +337,18 @@ class Engine:
             "before model(...), as with granularity='model'.",
             stacklevel=2,
         )
+
+    def _count_forward(self) -> None:
+        """Steps that a loop skips, for gradients that are not finite, are no steps to the clock:
+        the peers wait for this replica, and nobody would know why."""
+        self._forwards += 1
+        if self._forwards == FORWARDS:
+            warnings.warn(
+                f"edit_ext: {FORWARDS} training forwards in a row without a step of the optimizer "
+                f"(after step {self.clock.step}). If a GradScaler or the loop skips steps, this "
+                "replica's syncs do not become due, and the others wait for it.",
+                stacklevel=2,
+            )
 
     def _say_no_root(self) -> None:
         if self._forward_since_tick or self._no_root_said:
