@@ -15,6 +15,7 @@ from test_fsdp import adam
 from torch import Tensor, nn
 
 import edit_ext
+from edit_ext import reference
 from edit_ext.checkpoint import saved_in
 
 RULES: dict[str, Any] = {"sync_every": 4, "clip_norm": 0.2, "ema_warmup": 2, "timeout": 30.0}
@@ -129,14 +130,40 @@ def described(run: tuple[Any, nn.Module, Any, Any]) -> dict[str, Any]:
 
 def second_part(
     replicas: int, count: int, path: str, momentum: str
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    """What was loaded; whole weights of this replica at the end of its window, and after a sync."""
     run = attached(replicas, count, momentum=momentum)
     load(run, path)
     out = described(run)
-    train(run, HALF, HALF + 4)
+    train(run, HALF, HALF + 2)
+    ready = shards.full(run[1])
     with run[3]:
         pass
-    return out, shards.full(run[1])
+    return out, ready, shards.full(run[1])
+
+
+def synced(found: dict[str, Any], ready: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The weights that replicas which are `ready` have after a sync, by the reference."""
+    rules = {name: value for name, value in RULES.items() if name in ("clip_norm", "ema_warmup")}
+    out: dict[str, Tensor] = {}
+    for layer, table in found["detectors"].items():
+        names = [name for name in ready[0] if shards.layer_of(name) == layer]
+
+        def flat(tensors: Any, names: list[str] = names) -> Tensor:
+            return torch.cat([tensors(name).flatten().double() for name in names])
+
+        result = reference.sync_layer(
+            flat(lambda name: found["kept"][f"anchors {name}"]),
+            [flat(weights.__getitem__) for weights in ready],
+            flat(lambda name: found["kept"][f"momentum {name}"]),
+            [reference.Detector(*row) for row in table.tolist()],
+            reference.Policy(**rules),
+            [4] * len(ready),
+            param_dtype=torch.float32,
+        )
+        parts = result.anchor.split([ready[0][name].numel() for name in names])
+        out |= {n: v.view_as(ready[0][n]) for n, v in zip(names, parts, strict=True)}
+    return out
 
 
 SHARDED, REPLICATED = "sharded", "replicated"
@@ -147,6 +174,7 @@ SHARDED, REPLICATED = "sharded", "replicated"
     [
         ((2, 2), (1, 2), (SHARDED, SHARDED)),
         ((2, 2), (2, 1), (SHARDED, REPLICATED)),
+        ((2, 2), (1, 3), (SHARDED, SHARDED)),
         ((2, 2), (4, 1), (REPLICATED, SHARDED)),
         ((2, 2), (1, 4), (SHARDED, SHARDED)),
         ((2, 2), (1, 1), (REPLICATED, REPLICATED)),
@@ -156,17 +184,21 @@ SHARDED, REPLICATED = "sharded", "replicated"
         ((2, 0), (1, 2), (SHARDED, SHARDED)),
     ],
 )
-def test_resharding(
+def test_row_18_resharding(
     ranks: Ranks, tmp_path: Any, before: Any, after: Any, momenta: tuple[str, str]
 ) -> None:
     """On another mesh anchors and momentum are those that were saved, whoever holds them; replica r
-    takes the weights, inner states and detectors of replica r mod R; and the run goes on."""
+    takes the weights, inner states and detectors of replica r mod R; the next sync is that of the
+    reference."""
     path = str(tmp_path / "saved")
     sizes = [max(count, 1) for _, count in (before, after)]
     saved = ranks.run(before[0] * sizes[0], first_part, *before, path, momenta[0])
     assert saved_in(path).replicas == before[0]
     results = ranks.run(after[0] * sizes[1], second_part, *after, path, momenta[1])
-    for rank, (found, end_weights) in enumerate(results):
+    expected = None
+    if before[1] and after[1]:  # else the layers are cut otherwise, and detectors start anew
+        expected = synced(results[0][0], [results[r * sizes[1]][1] for r in range(after[0])])
+    for rank, (found, ready, end_weights) in enumerate(results):
         source = rank // sizes[1] % before[0]
         assert nets.same(found["kept"], saved[0]["kept"])
         assert nets.same(found["own"], saved[source * sizes[0]]["own"])
@@ -174,5 +206,7 @@ def test_resharding(
         rows = [r % before[0] for r in range(after[0])]
         for layer in ("stem", "blocks.1", "head"):
             assert torch.equal(found["detectors"][layer], saved[0]["detectors"][layer][rows])
-        assert nets.same(end_weights, results[0][1])
-        assert any((v != found["own"][f"weight {n}"]).any() for n, v in end_weights.items())
+        assert nets.same(end_weights, results[0][2])
+        assert any((v != ready[n]).any() for n, v in end_weights.items())
+        for name, value in (expected or {}).items():
+            torch.testing.assert_close(end_weights[name].double(), value, rtol=0, atol=1e-6)

@@ -34,11 +34,19 @@ def quiet(frozen: bool) -> dict[str, Any]:
     optimizer, sync = attached(model, mesh)
     across = [group for each in sync._engine.mesh.groups for group in each.groups]
     across.append(mesh.get_group("replica"))
-    counts = []
+    counts, weights = [], []
     for t in range(9):
-        shards.train_step(model, optimizer, mesh, t)
+        loss = nets.loss(model, shards.batch_of(mesh, t))
+        if sync.sync_index > (counts[-1][2] if counts else 0):
+            sync._engine.syncs.finish()  # `spare` too, which the forward does not visit
+            model.reshard()
+            weights.append([local(p).clone() for p in model.parameters()])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
         operations = [group._get_sequence_number_for_group() for group in across]
         counts.append((sync.totals()["bytes_sent"], operations, sync.sync_index))
+        weights.append([local(p).clone() for p in model.parameters()])
     bytes_of = {entry["layer"]: entry["bytes_sent"] for entry in sync.metrics()}
     state = sync.state_dict()
     sync.detach()
@@ -46,6 +54,7 @@ def quiet(frozen: bool) -> dict[str, Any]:
     memory = sum(t.numel() for t in held if t is not None)
     return {
         "counts": counts,
+        "weights": weights,
         "bytes": bytes_of,
         "anchors": sum(t.numel() for t in state["anchors"].values()),
         "momentum": memory,
@@ -53,13 +62,18 @@ def quiet(frozen: bool) -> dict[str, Any]:
     }
 
 
-def test_silent_between_syncs(ranks: Ranks) -> None:
-    """No byte and no operation crosses replicas outside syncs; frozen weights cost nothing."""
+def test_row_15_silent_between_syncs(ranks: Ranks) -> None:
+    """No byte and no operation crosses replicas outside syncs; their weights differ before one and
+    are equal after it; frozen weights cost nothing."""
     results = {frozen: ranks.run(4, quiet, frozen) for frozen in (False, True)}
     for result in (*results[False], *results[True]):
         counts = result["counts"]
         changed = [before[:2] != after[:2] for before, after in itertools.pairwise(counts)]
         assert changed == [False, False, True] * 2 + [False, False]
+    for rank in (0, 1):
+        looks = [results[False][r]["weights"] for r in (rank, rank + 2)]
+        equal = [all(map(torch.equal, *pair)) for pair in zip(*looks, strict=True)]
+        assert equal == [False, False, False, True] * 2 + [False, False, False]
     for whole, less in zip(results[False], results[True], strict=True):
         assert less["anchors"] == less["trainable"] < whole["anchors"] == whole["trainable"]
         assert less["momentum"] < whole["momentum"]
@@ -100,12 +114,15 @@ def buffers() -> list[dict[str, Tensor]]:
         looks.append({name: b.clone() for name, b in model.named_buffers()})
         sync.flush()
         looks.append({name: b.clone() for name, b in model.named_buffers()})
+    with torch.no_grad():
+        looks.append({"evaluated": model.eval()(nets.batch(0, 9)[0])})
     sync.detach()
     return looks
 
 
-def test_buffers(ranks: Ranks) -> None:
-    """Floating buffers become the mean over all ranks that are finite; others stay as they are."""
+def test_row_16_buffers_of_shards(ranks: Ranks) -> None:
+    """Floating buffers become the mean over all ranks that are finite; others stay as they are. All
+    ranks evaluate alike then."""
     results = ranks.run(4, buffers)
     for before, after, finite in ((0, 1, 4), (2, 3, 3)):
         for name in ("norm.running_mean", "norm.running_var"):
@@ -115,6 +132,7 @@ def test_buffers(ranks: Ranks) -> None:
         for result in results:
             for name in ("norm.num_batches_tracked", "seen"):
                 assert torch.equal(result[before][name], result[after][name])
+    assert all(nets.same(result[4], results[0][4]) for result in results)
     assert results[0][1]["norm.num_batches_tracked"] == 1
     assert len({result[0]["seen"].item() for result in results}) == 4
 

@@ -9,6 +9,7 @@ from typing import Any
 import nets
 import pytest
 import shards
+import test_fsdp_refusals
 import torch
 import torch.distributed as dist
 from fsdp_cases import attached, built, look, seeded
@@ -224,6 +225,34 @@ def test_row_13_stale_references(ranks: Ranks, sharded: bool, warmup: int, notic
     for found in ranks.run(4 if sharded else 2, changed, sharded, warmup):
         for (said, t), words in zip(found, CHANGES.values(), strict=True):
             assert words in said and t == noticed, (said, t)
+
+
+def refused(ways: list[str]) -> list[str]:
+    """What some of test_fsdp_refusals.py raises, by name."""
+    said = []
+    for way in ways:
+        said.append(refusal(getattr(test_fsdp_refusals, way)))
+        dist.barrier()
+    return said
+
+
+def test_row_13_sharded_too_late(ranks: Ranks) -> None:
+    """An optimizer made before fully_shard is refused at attach; fully_shard after attach at the
+    next forward."""
+    for old, early in ranks.run(4, refused, ["old_optimizer", "too_early"]):
+        assert old.startswith("ValueError: optimizer 0 (SGD) steps a parameter of shape (1,)")
+        assert "that the model lacks; build the optimizer from this model's parameters" in old
+        assert early.startswith("RuntimeError: parameter 'scale' was replaced by another object")
+
+
+def test_row_15_mesh_that_replicates(ranks: Ranks) -> None:
+    """fully_shard over replicas too averages every gradient: refused at attach, whatever else is
+    passed, with the way out."""
+    ways = ["hybrid_and_its_mesh", "hybrid_and_its_replicas", "hybrid_alone"]
+    for texts in ranks.run(4, refused, ways):
+        for said in texts:
+            assert "FSDP2 then averages gradients over all replicas at every step" in said
+            assert "Give fully_shard the shard dimension alone, as mesh['shard']" in said
 
 
 def clipped(replicas: int, count: int, whole: bool) -> tuple[dict[str, Tensor], list[Any]]:

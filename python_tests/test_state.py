@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ def plain_things(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str, torch.Tensor)
 
 
-def test_state_is_plain_and_free_of_side_effects() -> None:
+def test_row_19_weights_only(tmp_path: Path) -> None:
     """torch.load reads the state with its safe defaults; taking it changes nothing."""
     model, optimizer, sync = attached()
     for t in range(5):
@@ -38,14 +38,26 @@ def test_state_is_plain_and_free_of_side_effects() -> None:
     before = values(model), sync.step, sync.sync_index
     state = sync.state_dict()
     assert plain_things(state)
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    sync.load_state_dict(torch.load(file))
+    torch.save(state, tmp_path / "state.pt")
+    sync.load_state_dict(torch.load(tmp_path / "state.pt"))
     assert same(before[0], values(model)) and before[1:] == (sync.step, sync.sync_index)
     anchors = state["anchors"]
     assert {n: a.shape for n, a in anchors.items()} == {n: v.shape for n, v in before[0].items()}
     assert all(a.dtype == torch.float32 for a in anchors.values())
+
+
+def test_row_19_file_of_an_old_format(tmp_path: Path) -> None:
+    """A file of another format is refused in a sentence that says which it is and which is read."""
+    model, optimizer, sync = attached()
+    train_step(model, optimizer, 0, 0)
+    old = {**sync.state_dict(), "format": 2}
+    del old["layers"], old["shown_steps"]
+    torch.save(old, tmp_path / "old.pt")
+    with pytest.raises(ValueError, match=r"format 4 from Handle\.state_dict\(\): format is 2$"):
+        sync.load_state_dict(torch.load(tmp_path / "old.pt"))
+    with pytest.raises(ValueError, match="format is 'list'"):
+        sync.load_state_dict([old])  # type: ignore[arg-type]
+    assert (sync.step, sync.sync_index) == (1, 0)
 
 
 @pytest.mark.parametrize("stop", range(1, 8))
