@@ -370,7 +370,7 @@ def come_and_go(times: int) -> int:
 
 def test_short_come_and_go(ranks: Ranks) -> None:
     """Many attachments one after another, left at different moments: no connection error."""
-    assert ranks.run(2, come_and_go, 20, seconds=100) == [20, 20]
+    assert ranks.run(2, come_and_go, 50, seconds=100) == [50, 50]
 
 
 def test_row_28_teardown(ranks: Ranks) -> None:

@@ -260,3 +260,31 @@ def hold_up() -> None:
     """The current stream is busy for some milliseconds."""
     if GPU:
         torch.cuda._sleep(20_000_000)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_short_another_device() -> None:
+    """Tensors on the second GPU while the first is current: operators and a sync are right."""
+    results = []
+    for home in (torch.device("cpu"), torch.device("cuda:1")):
+        anchor, momentum = flat(draw(0)).to(home), flat(draw(9)).to(home)
+        params = [[t.to(home) for t in draw(r + 1)] for r in range(2)]
+        sends = [torch.zeros_like(anchor) for _ in params]
+        for tensors, send in zip(params, sends, strict=True):
+            ops.pseudo_grad(anchor, tensors, send)
+        merged = torch.zeros_like(anchor)
+        norm2 = ops.merge(sends, torch.tensor([0.5, 0.5], device=home), merged)
+        ops.outer_step(merged, anchor, momentum, norm2, 0.7, 0.8, True, 10.0)
+        ops.write_back(anchor, params[0])
+        detector = torch.zeros(2, 5, dtype=torch.float64, device=home)
+        ops.stacked_outer_step(params, anchor, momentum, detector, **POLICY)
+        layer = layer_on(home, _C.BufferPool(1))
+        torch._foreach_add_(layer.params, 0.01)
+        layer.begin(rules(), sync_index=0, steps=1, done=False)
+        layer.wait()
+        assert layer.stats()["flags"] == [False]
+        kept = [anchor, momentum, layer.anchor, *layer.params, *(t for p in params for t in p)]
+        results.append([t.cpu() for t in kept])
+    assert torch.cuda.current_device() == 0
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)

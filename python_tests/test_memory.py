@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 
 import pytest
 import torch
@@ -76,3 +77,37 @@ def test_explain_counts_what_is_there(
         layer = 4 * WIDTH * WIDTH  # send; recv and merged are R pieces together
         assert kinds["buffers of layers in flight"] <= max(prefetch, 1) * layer * 2.05
         assert gained == pytest.approx(sum(kinds.values()), rel=0.05)
+
+
+def peaks() -> tuple[int, int]:
+    """Most memory above what is held between syncs, in a sync's forward and in a plain one."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    optimizer = sgd(model, lr=1e-6)
+    config = edit_ext.EDiT(sync_every=2, timeout=30.0)
+    found: dict[bool, int] = {}
+    with edit_ext.attach(model, optimizer, config, start="broadcast") as sync:
+        train(model, optimizer, 3)  # everything is there that stays
+        for _ in range(4):
+            syncs, before = sync.sync_index, held()
+            seen, end = [before], threading.Event()
+
+            def watch(seen: list[int] = seen, end: threading.Event = end) -> None:
+                while not end.wait(2e-4):
+                    seen.append(held())
+
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+            model(torch.ones(1, WIDTH))
+            end.set()
+            watcher.join()
+            train(model, optimizer, 1)
+            inside = sync.sync_index > syncs
+            found[inside] = max(found.get(inside, 0), max(seen) - before)
+        sync.flush()
+    return found[True], found[False]
+
+
+def test_short_peak_memory(ranks: Ranks) -> None:
+    """A sync of 24 layers takes no more than one of them above what its buffers hold anyway."""
+    for with_sync, without in ranks.run(2, peaks):
+        assert with_sync - without < 4 * WIDTH * WIDTH * 1.05, (with_sync, without)

@@ -193,8 +193,8 @@ def chosen(path: str, max_ctas: int) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(("max_ctas", "arrives"), [(0, LEFT_TO_THE_LIBRARY), (5, 5)])
-def test_auto_takes_nccl(ranks: Ranks, nccl: str, max_ctas: int, arrives: int) -> None:
-    """Where every rank can, "auto" is NCCL; explain() says so, and max_ctas gets there."""
+def test_short_library_is_torchs(ranks: Ranks, nccl: str, max_ctas: int, arrives: int) -> None:
+    """Where all can, "auto" is NCCL, by the library that is loaded already; max_ctas gets there."""
     for text, seen in ranks.run(2, chosen, nccl, max_ctas):
         assert "transport: NCCL 2.27.7 on a side stream" in text and "Gloo" not in text
         assert seen == arrives
