@@ -54,6 +54,7 @@ TORCH_SOURCES = [
     "csrc/torch/staged.cpp",
     "csrc/torch/nccl_door.cpp",
     "csrc/torch/flight.cpp",
+    "csrc/torch/offload.cpp",
     "csrc/torch/layer.cpp",
     "csrc/torch/mean.cpp",
     "csrc/torch/module.cpp",

@@ -83,6 +83,7 @@ def steps(out: Path, dry: bool, capability: str | None) -> list[Step]:
     pytest = [python, "-m", "pytest", "-q", "-rsx", "-p", "no:cacheprovider", "-m", "gpu"]
     tests = [*pytest, str(ROOT / "python_tests" / "test_gpu.py")]
     streams = [*pytest, str(ROOT / "python_tests" / "test_streams.py")]
+    offload = [str(ROOT / "python_tests" / f"test_{name}.py") for name in ("offload", "memory")]
     nccl = [*pytest, str(ROOT / "python_tests" / "test_gpu_nccl.py")]
     cli = [python, "-m", "edit_ext.cli"]
     kernels = [*cli, "bench", "kernels", "--json", str(out / "kernels.json")]
@@ -106,6 +107,7 @@ def steps(out: Path, dry: bool, capability: str | None) -> list[Step]:
         Step("kernels", kernels, 120, False, use),
         Step("overlap", overlap, 60, False, use),
         Step("nccl", nccl, 120, False, use),
+        Step("offload", [*pytest, *offload], 120, False, use),
         Step("train", train, 120, False, use),
     ]
 

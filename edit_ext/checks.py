@@ -107,6 +107,18 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
         )
 
 
+def check_offload(model: nn.Module) -> None:
+    """Raise ValueError naming a parameter that is on the host already; after `check_model`."""
+    for name, param in model.named_parameters():
+        own = local(param)
+        if param.requires_grad and not _C.on_cuda(own):
+            raise ValueError(
+                f"offload=True has no effect: parameter {clean(name)!r} is on {own.device} (as all "
+                "are after fully_shard with CPUOffloadPolicy), and anchors and outer momentum are "
+                "there anyway; offload is for parameters on a GPU"
+            )
+
+
 def check_average_buffers(model: nn.Module) -> None:
     """Raise TypeError naming a floating buffer whose dtype cannot be averaged."""
     for name, buffer in persistent_buffers(model).items():

@@ -52,6 +52,9 @@ class Method:
     parameter); "replicated": all of it (4 bytes), so that none is lost with a replica."""
     timeout: float = 600.0
     """Seconds for which a peer may be silent. A peer that is slow but alive is waited for."""
+    offload: bool = False
+    """Keep anchors and outer momentum in pinned memory of the host; each layer's come to the GPU
+    for its sync and go back after it."""
     average_buffers: bool = True
     """Average persistent floating buffers (BatchNorm statistics) at each sync."""
 
@@ -71,7 +74,7 @@ class Method:
         self._choice("granularity", GRANULARITIES)
         self._choice("wire", WIRES)
         self._choice("momentum", MOMENTA)
-        for name in ("nesterov", "average_buffers"):
+        for name in ("nesterov", "offload", "average_buffers"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, but is {getattr(self, name)!r}.")
         if self.weighting != "softmax" and self.temperature != 1.0:

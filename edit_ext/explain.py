@@ -11,6 +11,7 @@ from .schedule import Clock, sync_steps
 if TYPE_CHECKING:
     from .engine import Engine
 
+ON_HOST = " on the host"  # in a kind of memory
 SHOWN = 8  # steps listed before "..."
 
 
@@ -104,21 +105,28 @@ def _bytes(engine: Engine, due: int, last: int) -> list[str]:
 
 
 def memory(engine: Engine) -> dict[str, int]:
-    """Bytes that attach has added on this rank so far, by kind."""
-    layers = engine.syncs.layers
-    momenta = [layer.momentum for layer in layers]
-    return {
-        "anchors": sum(layer.anchor.nbytes for layer in layers),
-        "outer momentum": sum(m.nbytes for m in momenta if m is not None),
-        "detectors": sum(layer.detector.nbytes for layer in layers),
-        "buffers of layers in flight": engine.syncs.pool.bytes,
-    }
+    """Bytes that attach has added on this rank so far, by kind. What ends in ON_HOST is in pinned
+    memory of the host, everything else where the parameters are."""
+    syncs, kinds = engine.syncs, {}
+    count = len(syncs.anchored_layers()) if engine.config.offload else 0
+    for where, layers in (("", syncs.layers[count:]), (ON_HOST, syncs.layers[:count])):
+        if layers:
+            momenta = [layer.momentum for layer in layers]
+            kinds["anchors" + where] = sum(layer.anchor.nbytes for layer in layers)
+            kinds["outer momentum" + where] = sum(m.nbytes for m in momenta if m is not None)
+    kinds["detectors"] = sum(layer.detector.nbytes for layer in syncs.layers)
+    kinds["buffers of layers in flight"] = syncs.pool.bytes
+    return kinds
 
 
 def _memory(engine: Engine) -> list[str]:
     kinds = memory(engine)
     listed = ", ".join(f"{kind} {_size(count)}" for kind, count in kinds.items())
-    return [f"memory: {_size(sum(kinds.values()))} on this rank so far: {listed}"]
+    host = sum(count for kind, count in kinds.items() if kind.endswith(ON_HOST))
+    said = f"{_size(sum(kinds.values()) - host)} on this rank"
+    if engine.config.offload:
+        said += f"'s device and {_size(host)} in pinned memory of its host"
+    return [f"memory: {said} so far: {listed}"]
 
 
 def _count(number: int, thing: str) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
-from .checks import check_average_buffers, check_model, check_optimizers
+from .checks import check_average_buffers, check_model, check_offload, check_optimizers
 from .config import METHODS, Method
 from .connect import connect, peers
 from .engine import live_engines
@@ -91,6 +91,8 @@ def _prepare(
         known = " or ".join(f"edit_ext.{method.__name__}" for method in METHODS)
         raise TypeError(f"config must be an {known}, not {type(config).__name__}")
     check_model(model, warmup=config.warmup_steps > 0)
+    if config.offload:
+        check_offload(model)
     if config.average_buffers:
         check_average_buffers(model)
     owned = {id(p): name for e in live_engines() for name, p in e.syncs.trainable.items()}

@@ -12,7 +12,8 @@ class Pipeline:
 
     All ranks begin the layers in `order`, whatever their forward does, so exchanges always pair up.
     A layer may be needed early: everything before it begins first, and when `prefetch` layers are
-    in flight the oldest is waited for.
+    in flight the oldest is waited for. The layer after those that have begun is told to fetch what
+    it keeps on the host; with offload it holds buffers from then on, beside those in flight.
 
     on_done: called with a layer's index after its result has been written back.
     """
@@ -39,6 +40,7 @@ class Pipeline:
         self._begin = begin
         self._begun = 0
         self.done = set()
+        self._fetch_next()
 
     def look_ahead(self) -> None:
         """Begin layers until `prefetch` are in flight."""
@@ -84,6 +86,11 @@ class Pipeline:
         self._begin(self._layers[index])
         self._begun += 1
         self._flying.append(index)
+        self._fetch_next()
+
+    def _fetch_next(self) -> None:
+        if self._begun < len(self.order):
+            self._layers[self.order[self._begun]].fetch()
 
     def _finish(self, index: int) -> None:
         layer = self._layers[index]

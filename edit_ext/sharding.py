@@ -28,7 +28,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def from_local(shard: Tensor, like: Tensor) -> Tensor:
-    """The DTensor of which this rank holds `shard`, cut and placed as `like`."""
+    """The DTensor of which this rank holds `shard`, where that is, cut and placed as `like`."""
     kind: Any = type(like.detach())
     made: Tensor = kind.from_local(
         shard,
@@ -38,7 +38,8 @@ def from_local(shard: Tensor, like: Tensor) -> Tensor:
         shape=like.shape,
         stride=like.stride(),
     )
-    return made
+    # from_local has moved it to the mesh's device, which need not have room for all of the host's.
+    return made if made.device == shard.device else made.to(shard.device)
 
 
 def shard_ranks(params: Iterable[tuple[str, Tensor]]) -> list[int] | None:

@@ -46,7 +46,8 @@ class Syncs:
         self.outer_lr = float(config.outer_lr)
         self.trainable = {name: p for unit in plan.units for name, p in unit.params.items()}
         self._gathering = fsdp.fsdp_modules(model)
-        self.pool = _C.BufferPool(max(config.prefetch, 1))
+        # One more for the layer that is fetched while those in flight are exchanged.
+        self.pool = _C.BufferPool(max(config.prefetch, 1) + config.offload)
         self._model, self._clock, self._mesh = model, clock, mesh
         self._lane, self._comms = lane, comms
         for unit in plan.units:
@@ -277,6 +278,7 @@ class Syncs:
             wire=self._clock.config.wire,
             counted=unit.counted,
             replicated=self._clock.config.momentum == "replicated",
+            offload=self._clock.config.offload,
         )
 
     def _buffer_layer(self) -> _C.Layer:

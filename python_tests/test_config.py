@@ -34,6 +34,7 @@ def test_defaults() -> None:
         "wire": "fp32",
         "momentum": "sharded",
         "timeout": 600.0,
+        "offload": False,
         "average_buffers": True,
     }
 
@@ -76,6 +77,7 @@ def test_defaults() -> None:
         ("timeout", 0, ValueError),
         ("timeout", 1.1e6, ValueError),
         ("average_buffers", None, TypeError),
+        ("offload", 1, TypeError),
     ],
 )
 def test_bad_value(field: str, value: Any, kind: type[Exception]) -> None:

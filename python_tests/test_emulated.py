@@ -79,8 +79,8 @@ def test_cuda_paths_pass_the_tests_of_the_cpu(emulated: dict[str, str]) -> None:
 @pytest.mark.timeout(BUILD_SECONDS + TEST_SECONDS)
 def test_tests_for_a_gpu_pass_under_the_emulator(emulated: dict[str, str]) -> None:
     """What `pytest -m gpu` will ask of a GPU is right at least as a program."""
-    tests = str(ROOT / "python_tests" / "test_gpu.py")
-    assert passed("-q", "-p", "no:cacheprovider", "-m", "gpu", tests, env=emulated) >= 10
+    tests = [str(ROOT / "python_tests" / name) for name in ("test_gpu.py", "test_memory.py")]
+    assert passed("-q", "-p", "no:cacheprovider", "-m", "gpu", *tests, env=emulated) >= 11
 
 
 @pytest.mark.timeout(BUILD_SECONDS + TEST_SECONDS)
@@ -95,9 +95,10 @@ def test_ranks_over_nccl(emulated: dict[str, str]) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_streams_in_any_order(emulated: dict[str, str], mode: str) -> None:
     """Whatever order CUDA allows streams to run in, waits and held memory keep the bits right."""
-    tests = str(ROOT / "python_tests" / "test_streams.py")
+    names = ("test_streams.py", "test_offload_streams.py", "test_offload.py")
+    tests = [str(ROOT / "python_tests" / name) for name in names]
     env = {**emulated, "EDIT_EXT_EMULATED_STREAMS": mode}
-    assert passed("-q", "-p", "no:cacheprovider", "-m", "gpu", tests, env=env) >= 8
+    assert passed("-q", "-p", "no:cacheprovider", "-m", "gpu", *tests, env=env) >= 42
 
 
 def passed(*arguments: str, env: dict[str, str]) -> int:

@@ -12,9 +12,13 @@ from ranks import Ranks
 from torch import nn
 
 import edit_ext
-from edit_ext.explain import memory
+from edit_ext import _C
+from edit_ext.explain import ON_HOST, memory
 
 WIDTH, LAYERS = 1024, 24  # 25 M parameters: 100 MB of anchors
+GPU = torch.cuda.is_available()
+HOME = torch.device("cuda" if GPU else "cpu")
+SMALL = WIDTH if GPU else 256  # of the emulator
 
 
 class Heap(ctypes.Structure):
@@ -38,8 +42,9 @@ def held() -> int:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    like = next(model.parameters())
     for _ in range(steps):
-        model(torch.ones(1, WIDTH)).square().mean().backward()
+        model(torch.ones(1, like.shape[1], device=like.device)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
@@ -111,3 +116,47 @@ def test_short_peak_memory(ranks: Ranks) -> None:
     """A sync of 24 layers takes no more than one of them above what its buffers hold anyway."""
     for with_sync, without in ranks.run(2, peaks):
         assert with_sync - without < 4 * WIDTH * WIDTH * 1.05, (with_sync, without)
+
+
+def on_device() -> tuple[int, int]:
+    """Bytes allocated on the device, and of pinned memory if that can be told."""
+    if GPU:
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated(), 0
+    there = torch.ops.edit_ext_emulated
+    there.synchronize()
+    return there.held(False), there.held(True)
+
+
+def gained_by(offload: bool) -> tuple[int, int, dict[str, int]]:
+    """Bytes of the device and of pinned memory after three syncs, and what explain() counts."""
+    model = nn.Sequential(*(nn.Linear(SMALL, SMALL, bias=False) for _ in range(LAYERS))).to(HOME)
+    optimizer = sgd(model, lr=1e-6)
+    train(model, optimizer, 2)
+    before = on_device()
+    config = edit_ext.EDiT(sync_every=1, offload=offload, timeout=30.0)
+    with edit_ext.attach(model, optimizer, config) as sync:
+        train(model, optimizer, 4)
+        after = on_device()
+        kinds, text = memory(sync._engine), sync.explain()
+    assert ("'s device and " in text) == offload
+    return after[0] - before[0], after[1] - before[1], kinds
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU and not _C.on_cuda(torch.zeros(1)), reason="no CUDA device here")
+def test_offload_moves_memory_to_the_host() -> None:
+    """Anchor and momentum, 8 bytes a parameter alone, leave the device but for three layers' room:
+    two in flight and the next. Device and pinned bytes are those of explain(), within 5 %."""
+    device, pinned, kinds = gained_by(True)
+    before, _, plain = gained_by(False)
+    count, buffers = SMALL * SMALL * LAYERS, "buffers of layers in flight"
+    assert kinds["anchors" + ON_HOST] == kinds["outer momentum" + ON_HOST] == 4 * count
+    assert kinds[buffers] <= 3 * 16 * SMALL * SMALL * 1.02  # send, merged, anchor, momentum
+    on_host = sum(n for kind, n in kinds.items() if kind.endswith(ON_HOST))
+    assert device == pytest.approx(sum(kinds.values()) - on_host, rel=0.05)
+    if GPU:
+        less = 8 * count - (kinds[buffers] - plain[buffers])
+        assert before - device == pytest.approx(less, rel=0.05)
+    else:
+        assert pinned == pytest.approx(on_host, rel=0.05)

@@ -226,6 +226,7 @@ def test_the_end_of_a_sync_is_waited_for() -> None:
         begin(layer, 0)
         layer.wait()
         assert lane.close(10.0)
+    settle()  # the write-back, before its memory goes
 
 
 def test_a_layer_may_go_while_it_is_in_flight(ranks: Ranks) -> None:

@@ -49,6 +49,14 @@ class Memory {
     return static_cast<const char*>(at) < start + block.first && block.second;
   }
 
+  // Bytes lent and not given back, in whole pages.
+  size_t held(bool pinned) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    size_t sum = 0;
+    for (const auto& [start, block] : lent_) sum += block.second == pinned ? block.first : 0;
+    return sum;
+  }
+
  private:
   static constexpr size_t kClosed = 4096;  // a process may have 65530 mappings
   std::mutex mutex_;

@@ -26,11 +26,14 @@ void use_stream(int64_t index) {
 
 void synchronize() { cuda::check(cudaDeviceSynchronize(), "waiting for all streams"); }
 
+int64_t held(bool pinned) { return static_cast<int64_t>(emu::memory().held(pinned)); }
+
 }  // namespace
 
 TORCH_LIBRARY(edit_ext_emulated, m) {
   m.def("use_stream(int index) -> ()", use_stream);
   m.def("synchronize() -> ()", synchronize);
+  m.def("held(bool pinned) -> int", held);
 }
 
 }  // namespace edit_ext

@@ -33,11 +33,25 @@ std::shared_ptr<Buffers> BufferPool::acquire() {
 int64_t BufferPool::bytes() const {
   int64_t sum = 0;
   for (const auto& b : buffers_) {
-    for (const at::Tensor* t : {&b->send, &b->recv, &b->merged, &b->partials, &b->table}) {
+    for (const at::Tensor* t :
+         {&b->send, &b->recv, &b->merged, &b->partials, &b->table, &b->anchor, &b->momentum}) {
       if (t->defined()) sum += t->numel();
     }
   }
   return sum;
+}
+
+void BufferPool::reserve(int64_t anchor, int64_t momentum) {
+  anchor_ = std::max(anchor_, anchor);
+  momentum_ = std::max(momentum_, momentum);
+}
+
+bool BufferPool::give_room(Buffers& b, at::Device device) const {
+  const void* const before[] = {b.anchor.unsafeGetTensorImpl(), b.momentum.unsafeGetTensorImpl()};
+  grown(b.anchor, anchor_, device);
+  grown(b.momentum, momentum_, device);
+  return b.anchor.unsafeGetTensorImpl() != before[0] ||
+         b.momentum.unsafeGetTensorImpl() != before[1];
 }
 
 ScalarBlock::ScalarBlock(at::Device where, int replicas, int shards, int mesh_ranks) {

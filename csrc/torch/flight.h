@@ -17,6 +17,7 @@ namespace edit_ext {
 // Working memory of one layer in flight, where its parameters are.
 struct Buffers {
   at::Tensor send, recv, merged, partials, table;
+  at::Tensor anchor, momentum;            // of a layer whose own are on the host, else undefined
   std::shared_ptr<const Timer> last_use;  // its end: until then a stream may still read them
   // What was too small for a layer, with its last use. torch's allocator would give it to whatever
   // comes next on the stream that it was made on, and that may be another than the one that waits.
@@ -29,8 +30,13 @@ class BufferPool {
   explicit BufferPool(int count);
   std::shared_ptr<Buffers> acquire();  // throws std::runtime_error when all are in use
   int64_t bytes() const;
+  // Room for the largest anchor and momentum asked for so far: `reserve` asks, in bytes, before
+  // there is any, so that the room need not grow later. give_room is true when it made new memory.
+  void reserve(int64_t anchor, int64_t momentum);
+  bool give_room(Buffers& b, at::Device device) const;
 
  private:
+  int64_t anchor_ = 0, momentum_ = 0;
   std::vector<std::shared_ptr<Buffers>> buffers_;
 };
 

@@ -25,14 +25,26 @@ Lane::Ticket CpuLane::submit(const SharedComms& comms, Task task) {
       [comms, task = std::move(task)] { task(worker_device(), pointers(comms)); });
 }
 
+std::shared_ptr<const Timer> CpuLane::copy(bool, const std::vector<Copy>& copies, const Points&) {
+  for (const Copy& c : copies) c.to.copy_(c.from);
+  return std::make_shared<Timer>(at::kCPU);
+}
+
 #if defined(EDIT_EXT_CUDA)
+namespace {
+
+// Of the current device. The stream ends when its work does; destroying it does not wait.
+std::shared_ptr<std::remove_pointer_t<cudaStream_t>> new_stream() {
+  cudaStream_t made = nullptr;
+  cuda::check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "making a side stream");
+  return {made, [](cudaStream_t stream) { cudaStreamDestroy(stream); }};
+}
+
+}  // namespace
 
 CudaLane::CudaLane(at::Device device, bool direct) : device_(device), direct_(direct) {
   const c10::DeviceGuard guard(device_);
-  cudaStream_t made = nullptr;
-  cuda::check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "making a side stream");
-  // The stream ends when its work does; destroying it does not wait.
-  stream_.reset(made, [](cudaStream_t stream) { cudaStreamDestroy(stream); });
+  stream_ = new_stream();
 }
 
 // Nobody may wait here: a GPU that is not done keeps the memory of its tasks for good.
@@ -84,16 +96,40 @@ double CudaLane::seconds(Ticket ticket) {
   return span->done.since(span->begun);
 }
 
+std::shared_ptr<const Timer> CudaLane::copy(bool up, const std::vector<Copy>& copies,
+                                            const Points& after) {
+  const c10::DeviceGuard guard(device_);
+  SharedStream& stream = copy_streams_[up];
+  if (!stream) stream = new_stream();
+  for (const auto& point : after) {
+    if (point) point->before(stream.get());
+  }
+  auto timer = std::make_shared<Timer>(device_, stream.get());
+  const auto kind = up ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
+  for (const Copy& c : copies) {
+    if (c.from.nbytes() == 0) continue;
+    cuda::check(
+        cudaMemcpyAsync(c.to.data_ptr(), c.from.data_ptr(), c.from.nbytes(), kind, stream.get()),
+        "copying between the device and pinned memory");
+  }
+  timer->stop();
+  return timer;
+}
+
 bool CudaLane::close(double seconds) {
   using Clock = std::chrono::steady_clock;
   const auto end = Clock::now() + std::chrono::duration<double>(seconds);
   if (!worker_.close(seconds)) return false;
-  cudaError_t status = cudaStreamQuery(stream_.get());
-  while (status == cudaErrorNotReady && Clock::now() < end) {
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
-    status = cudaStreamQuery(stream_.get());
+  for (const SharedStream& stream : {stream_, copy_streams_[0], copy_streams_[1]}) {
+    if (!stream) continue;
+    cudaError_t status = cudaStreamQuery(stream.get());
+    while (status == cudaErrorNotReady && Clock::now() < end) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      status = cudaStreamQuery(stream.get());
+    }
+    if (status != cudaSuccess) return false;
   }
-  return status == cudaSuccess;
+  return true;
 }
 
 #endif

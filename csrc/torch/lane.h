@@ -7,11 +7,13 @@
 #include <memory>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "../core/comm.h"
 #include "../core/device.h"
 #include "../cpu/worker.h"
 #include "place.h"
+#include "timer.h"
 #if defined(EDIT_EXT_CUDA)
 #include "../cuda/event.h"
 #endif
@@ -41,6 +43,16 @@ class Lane {
   virtual double seconds(Ticket ticket) = 0;
   // The other end of a ticket whose seconds nobody asks for. After join().
   virtual void forget(Ticket ticket) = 0;
+  // Copies of equal sizes between the device and pinned memory of the host, one after the other, on
+  // a stream that does nothing else: one up, to the device, and one down, because the link takes
+  // both directions at a time. They run behind the ends of `after`, of which null ones are none;
+  // the result ends with the last copy, and until then who asked keeps the memory.
+  struct Copy {
+    at::Tensor to, from;
+  };
+  using Points = std::vector<std::shared_ptr<const Timer>>;
+  virtual std::shared_ptr<const Timer> copy(bool up, const std::vector<Copy>& copies,
+                                            const Points& after) = 0;
   virtual void fail(const std::string& reason) = 0;
   virtual bool close(double seconds) = 0;
   // Whether tasks run inside submit() and leave their work on a stream: what breaks it later, no
@@ -55,6 +67,8 @@ class CpuLane final : public Lane {
   void join(Ticket) override {}
   double seconds(Ticket) override { return -1.0; }
   void forget(Ticket) override {}
+  std::shared_ptr<const Timer> copy(bool up, const std::vector<Copy>& copies,
+                                    const Points& after) override;
   void fail(const std::string& reason) override { worker_.fail(reason); }
   bool close(double seconds) override { return worker_.close(seconds); }
 
@@ -74,6 +88,8 @@ class CudaLane final : public Lane {
   void join(Ticket ticket) override;
   double seconds(Ticket ticket) override;
   void forget(Ticket ticket) override { spans_.erase(ticket); }
+  std::shared_ptr<const Timer> copy(bool up, const std::vector<Copy>& copies,
+                                    const Points& after) override;
   void fail(const std::string& reason) override { worker_.fail(reason); }
   bool close(double seconds) override;
   cudaStream_t stream() const { return stream_.get(); }
@@ -87,12 +103,14 @@ class CudaLane final : public Lane {
     cuda::Event ready, begun, done;
     Task task;
   };
+  using SharedStream = std::shared_ptr<std::remove_pointer_t<cudaStream_t>>;
   std::shared_ptr<Comm> staged(const std::shared_ptr<Comm>& comm);
 
   const at::Device device_;
   const bool direct_;
   // Shared with the tasks: one stuck in a library call may go on when the lane is gone.
-  std::shared_ptr<std::remove_pointer_t<cudaStream_t>> stream_;
+  SharedStream stream_;
+  SharedStream copy_streams_[2];  // down, up; made when they are first used
   cpu::Worker worker_;  // of a direct lane only the keeper of fail(), which any thread may call
   Ticket direct_tickets_ = 0;
   std::map<Ticket, std::shared_ptr<Span>> spans_;

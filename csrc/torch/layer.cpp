@@ -21,7 +21,7 @@ at::Device device_of(const std::string& layer, const std::vector<at::Tensor>& pa
 
 Layer::Layer(std::string name, std::vector<at::Tensor> params, int64_t counted, SharedComms comms,
              std::shared_ptr<Lane> lane, std::shared_ptr<BufferPool> pool, Wire wire, bool anchored,
-             bool replicated)
+             bool replicated, bool offload)
     : name_(std::move(name)),
       params_(std::move(params)),
       counted_(counted),
@@ -36,6 +36,8 @@ Layer::Layer(std::string name, std::vector<at::Tensor> params, int64_t counted, 
   c10::NoGradGuard no_grad;
   TORCH_CHECK_VALUE(counted >= 0 && counted <= static_cast<int64_t>(params_.size()), "layer ",
                     name_, ": counted is ", counted, "; expected 0 to ", params_.size());
+  TORCH_CHECK_VALUE(!offload || on_cuda(device_), "layer ", name_, ": offload is true on ", device_,
+                    "; expected false where there is no GPU");
   for (size_t i = 0; i < params_.size(); ++i) {
     const std::string item = "layer " + name_ + ": params[" + std::to_string(i) + "]";
     const at::Tensor& p = params_[i];
@@ -57,11 +59,13 @@ Layer::Layer(std::string name, std::vector<at::Tensor> params, int64_t counted, 
   size_ = flat.size;
   piece_ = piece_size(size_, replicas);
   const at::TensorOptions here(device_);
-  anchor_ = at::zeros({replicas * piece_}, here.dtype(at::kFloat));
-  if (anchored_) {
-    momentum_ = at::zeros({replicated_ ? replicas * piece_ : piece_}, here.dtype(at::kFloat));
-  }
+  const auto zeros = [&](int64_t n) {
+    return offload ? pinned_zeros(n) : at::zeros({n}, here.dtype(at::kFloat));
+  };
+  anchor_ = zeros(replicas * piece_);
+  if (anchored_) momentum_ = zeros(replicated_ ? replicas * piece_ : piece_);
   detector_ = at::zeros({replicas, 5}, here.dtype(at::kDouble));
+  if (offload) offload_ = std::make_unique<Offload>(lane_, pool_, device_, anchor_, momentum_);
   if (anchored_) capture();
 }
 
@@ -102,6 +106,13 @@ at::Tensor Layer::part_of(const at::Tensor& flat, size_t i) const {
                               : part.as_strided(p.sizes(), p.strides(), part.storage_offset());
 }
 
+void Layer::fetch() {
+  if (!offload_) return;
+  if (flight_) throw std::runtime_error("layer " + name_ + ": fetch() while a sync is in flight");
+  const c10::DeviceGuard guard(device_);
+  offload_->fetch();
+}
+
 void Layer::begin(const Policy& policy, const SyncTag& tag) {
   c10::NoGradGuard no_grad;
   if (flight_) throw std::runtime_error(where(tag) + "the layer is in flight already");
@@ -110,7 +121,7 @@ void Layer::begin(const Policy& policy, const SyncTag& tag) {
   if (last_) stats();  // nobody has asked: what it may have to throw must not be lost
   auto f = std::make_shared<Flight>();
   f->begin_timer = std::make_shared<Timer>(device_);
-  f->buffers = pool_->acquire();
+  f->buffers = offload_ ? offload_->take() : pool_->acquire();
   if (f->buffers->last_use) f->buffers->last_use->before_current();
   f->comms = comms_;
   f->layout = layout(true);
@@ -118,6 +129,7 @@ void Layer::begin(const Policy& policy, const SyncTag& tag) {
   f->tag = tag;
   f->anchor = anchor_;
   f->momentum = momentum_;
+  if (offload_) offload_->point(*f);
   f->detector = detector_;
   f->view.wire = wire_;
   f->view.anchored = anchored_;
@@ -183,6 +195,7 @@ void Layer::finish() {
   if (on_cuda(device_)) copy_down(f->scalars.host, f->scalars.device);
   f->write_back_timer->stop();
   f->buffers->last_use = f->write_back_timer;
+  if (offload_) offload_->bring_back(*f->buffers);
   f->buffers.reset();  // the next layer may take them: its begin comes behind this point
   last_ = f;
   if (!on_cuda(device_)) stats();
@@ -255,15 +268,25 @@ void Layer::rebind(std::vector<at::Tensor> params) {
 
 void Layer::capture() {
   c10::NoGradGuard no_grad;
-  for (size_t i = 0; i < params_.size(); ++i) part_of(anchor_, i).copy_(params_[i]);
+  for (size_t i = 0; i < params_.size(); ++i) part_of(home(), i).copy_(params_[i]);
 }
 
 void Layer::restore() {
   c10::NoGradGuard no_grad;
-  for (size_t i = 0; i < params_.size(); ++i) params_[i].detach().copy_(part_of(anchor_, i));
+  for (size_t i = 0; i < params_.size(); ++i) params_[i].detach().copy_(part_of(home(), i));
 }
 
-at::Tensor Layer::anchor() const { return anchor_.narrow(0, 0, size_); }
+const at::Tensor& Layer::home() const {
+  if (offload_) offload_->settle();
+  return anchor_;
+}
+
+at::Tensor Layer::anchor() const { return home().narrow(0, 0, size_); }
+
+at::Tensor Layer::momentum() const {
+  home();
+  return momentum_;
+}
 
 std::vector<at::Tensor> Layer::split(const at::Tensor& flat) const {
   check_flat(flat, "layer " + name_ + ": flat", flat.device(), at::kFloat, size_);

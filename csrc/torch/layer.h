@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "flight.h"
+#include "offload.h"
 
 namespace edit_ext {
 
@@ -26,11 +27,15 @@ class Layer {
  public:
   // counted: how many of the parameters, the first ones, count in this rank's norms; the others are
   // replicated inside the shard group and count with another rank. replicated: this replica holds
-  // the momentum of all pieces.
+  // the momentum of all pieces. offload: anchor and momentum are in pinned memory of the host; see
+  // offload.h.
   Layer(std::string name, std::vector<at::Tensor> params, int64_t counted, SharedComms comms,
         std::shared_ptr<Lane> lane, std::shared_ptr<BufferPool> pool, Wire wire, bool anchored,
-        bool replicated);
+        bool replicated, bool offload);
 
+  // Lets the state of a layer with offload travel to the device ahead of begin(), which does it
+  // otherwise. Throws as begin().
+  void fetch();
   // Step 1 on the caller's stream; steps 2 to 8 go to the lane. Throws when a sync of this layer
   // is in flight or a parameter no longer looks as it did.
   void begin(const Policy& policy, const SyncTag& tag);
@@ -52,21 +57,24 @@ class Layer {
   bool in_flight() const { return flight_ != nullptr; }
   int64_t size() const { return size_; }
   const LayerStats& stats();
-  at::Tensor anchor() const;                         // [size] fp32
-  at::Tensor momentum() const { return momentum_; }  // [piece], or [replicas * piece] if whole
+  // Themselves, not copies, as the last finished sync has left them: with offload the host waits
+  // until they are back, here and wherever it reads or writes them. Not over a fetch().
+  at::Tensor anchor() const;    // [size] fp32
+  at::Tensor momentum() const;  // [piece], or [replicas * piece] if whole
   bool whole_momentum() const { return anchored_ && momentum_.numel() == anchor_.numel(); }
   at::Tensor detector() const { return detector_; }  // [replicas, 5] fp64
   // Copies of the parts of a flat fp32 tensor of size() elements or more, shaped like the
   // parameters; and the inverse, [replicas * piece].
   std::vector<at::Tensor> split(const at::Tensor& flat) const;
   at::Tensor join(const std::vector<at::Tensor>& tensors) const;
-  std::vector<at::Tensor> anchor_like() const { return split(anchor_); }
-  void load_anchor(const std::vector<at::Tensor>& tensors) { anchor_.copy_(join(tensors)); }
+  std::vector<at::Tensor> anchor_like() const { return split(anchor()); }
+  void load_anchor(const std::vector<at::Tensor>& tensors) { home().copy_(join(tensors)); }
 
  private:
   Layout layout(bool copy_in);
   void copy_out();
   at::Tensor part_of(const at::Tensor& flat, size_t param) const;
+  const at::Tensor& home() const;  // anchor_, when it may be read and written
   std::string where(const SyncTag& tag) const;
 
   const std::string name_;
@@ -84,6 +92,7 @@ class Layer {
   std::vector<int64_t> offsets_;
   int64_t size_ = 0, piece_ = 0;
   at::Tensor anchor_, momentum_, detector_;
+  std::unique_ptr<Offload> offload_;  // null without
   void judge(const Flight& f);
   void look(const SyncTag& tag) const;
 

@@ -51,6 +51,12 @@ const LayerStats& settled_stats(Layer& layer) {
   return layer.stats();
 }
 
+template <at::Tensor (Layer::*of)() const>
+at::Tensor state(const Layer& layer) {
+  const py::gil_scoped_release unlocked;  // it may wait for a copy, likewise
+  return (layer.*of)();
+}
+
 py::dict stats(Layer& layer) {
   const LayerStats& s = settled_stats(layer);
   py::list norms, weights, flags, idle, steps, done;
@@ -123,17 +129,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](std::string name, std::vector<at::Tensor> params, shared_ptr<Comm> replica,
                        shared_ptr<Comm> shard, shared_ptr<Comm> mesh, shared_ptr<Lane> lane,
                        shared_ptr<BufferPool> pool, const std::string& wire, bool anchored,
-                       std::optional<int64_t> counted, bool replicated) {
+                       std::optional<int64_t> counted, bool replicated, bool offload) {
              const auto all = static_cast<int64_t>(params.size());
              return std::make_shared<Layer>(
                  std::move(name), std::move(params), counted.value_or(all),
                  SharedComms{std::move(shard), replica, mesh ? std::move(mesh) : replica},
-                 std::move(lane), std::move(pool), wire_named(wire), anchored, replicated);
+                 std::move(lane), std::move(pool), wire_named(wire), anchored, replicated, offload);
            }),
            py::arg("name"), py::arg("params"), py::kw_only(), py::arg("replica"),
            py::arg("shard") = nullptr, py::arg("mesh") = nullptr, py::arg("lane"), py::arg("pool"),
            py::arg("wire") = "fp32", py::arg("anchored") = true, py::arg("counted") = py::none(),
-           py::arg("replicated") = false)
+           py::arg("replicated") = false, py::arg("offload") = false)
+      .def("fetch", &Layer::fetch, unlocked())
       .def(
           "begin",
           [](Layer& layer, const Policy& policy, int64_t sync_index, int64_t steps, bool done) {
@@ -150,14 +157,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("stats", &stats)
       .def("split", &Layer::split, py::arg("flat"))
       .def("join", &Layer::join, py::arg("tensors"))
-      .def("anchor_like", &Layer::anchor_like)
-      .def("load_anchor", &Layer::load_anchor, py::arg("tensors"))
+      .def("anchor_like", &Layer::anchor_like, unlocked())
+      .def("load_anchor", &Layer::load_anchor, py::arg("tensors"), unlocked())
       .def_property_readonly("name", &Layer::name)
       .def_property_readonly("params", &Layer::params)
       .def_property_readonly("size", &Layer::size)
       .def_property_readonly("in_flight", &Layer::in_flight)
-      .def_property_readonly("anchor", &Layer::anchor)
-      .def_property_readonly("momentum", &Layer::momentum)
+      .def_property_readonly("anchor", state<&Layer::anchor>)
+      .def_property_readonly("momentum", state<&Layer::momentum>)
       .def_property_readonly("whole_momentum", &Layer::whole_momentum)
       .def_property_readonly("detector", &Layer::detector);
 

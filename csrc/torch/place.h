@@ -78,6 +78,10 @@ inline at::Tensor pinned_bytes(int64_t n) {
 #endif
 }
 
+inline at::Tensor pinned_zeros(int64_t floats) {
+  return pinned_bytes(floats * 4).zero_().view(at::kFloat);
+}
+
 // Copies to pinned memory when the current stream gets there.
 inline void copy_down(const at::Tensor& pinned, const at::Tensor& from) {
 #if defined(EDIT_EXT_EMULATED)

@@ -14,18 +14,23 @@ namespace edit_ext {
 
 class Timer {
  public:
-  explicit Timer(at::Device device) : device_(device) {
 #if defined(EDIT_EXT_CUDA)
+  explicit Timer(at::Device device)
+      : Timer(device, on_cuda(device) ? current_stream(device) : nullptr) {}
+  // Between two points of another stream than the current one.
+  Timer(at::Device device, cudaStream_t stream) : device_(device), stream_(stream) {
     if (on_cuda(device)) events_ = std::make_unique<Events>();
-    if (events_) events_->start.record(current_stream(device));
-#endif
+    if (events_) events_->start.record(stream_);
     start_ = stop_ = Clock::now();
   }
+#else
+  explicit Timer(at::Device device) : device_(device) { start_ = stop_ = Clock::now(); }
+#endif
 
   void stop() {
     stop_ = Clock::now();
 #if defined(EDIT_EXT_CUDA)
-    if (events_) events_->stop.record(current_stream(device_));
+    if (events_) events_->stop.record(stream_);
 #endif
   }
 
@@ -35,6 +40,13 @@ class Timer {
     if (events_) events_->stop.before(current_stream(device_));
 #endif
   }
+
+#if defined(EDIT_EXT_CUDA)
+  // The same of another stream.
+  void before(cudaStream_t stream) const {
+    if (events_) events_->stop.before(stream);
+  }
+#endif
 
   bool passed() const {
 #if defined(EDIT_EXT_CUDA)
@@ -67,6 +79,9 @@ class Timer {
   std::unique_ptr<Events> events_;
 #endif
   const at::Device device_;
+#if defined(EDIT_EXT_CUDA)
+  const cudaStream_t stream_;
+#endif
   Clock::time_point start_, stop_;
 };
 
