@@ -217,6 +217,38 @@ def chain(home: torch.device, k: int) -> list[Tensor]:
     return [*kept, *apart, *detectors, *(t for tensors in params for t in tensors)]
 
 
+@pytest.mark.skipif(GPU, reason="counts the emulator's copies")
+@pytest.mark.parametrize("streams", [(1, 1), (1, 2)])
+def test_a_table_of_tensors_is_copied_when_an_address_changes(streams: tuple[int, int]) -> None:
+    """More tensors than a launch carries: one copy for all syncs until one of them is elsewhere."""
+    copies = torch.ops.edit_ext_emulated.copies_up
+    values = [torch.full((3 + i % 5,), 0.1 * i) for i in range(70)]
+    params, theirs = [v.clone() for v in values], [v.clone() for v in values]
+    made = _C.Layer(
+        "many", params, replica=None, lane=_C.make_lane(params[0]), pool=_C.BufferPool(1)
+    )
+    twin = Twin(5)
+    twin.params, twin.anchor = [theirs], flat(theirs)
+    twin.momentum = torch.zeros_like(twin.anchor)
+    for k in range(8):
+        if k == 4:
+            params = [p.clone() if i % 2 else p for i, p in enumerate(params)]
+            made.rebind(params)
+        move(params, k)
+        move(theirs, k)
+        settle()
+        before = copies()
+        with on_stream(streams[0]):
+            begin(made, k)
+        with on_stream(streams[1]):
+            made.wait()
+        made.stats()
+        assert copies() - before == (k in (0, 4))
+        settle()
+        twin.sync()
+        same(made, twin)
+
+
 def test_the_end_of_a_sync_is_waited_for() -> None:
     """A lane that closes in good time is idle: it waits for its stream, not only for its worker."""
     params = [t.to(HOME) for t in draw(5)]

@@ -44,11 +44,12 @@ struct LayerView {
                         // replicated; null if not anchored
   Detector* detectors;  // [replicas]
 
-  void* send;       // [replicas * piece] wire format; then what comes back, if no anchors do
-  void* recv;       // [(replicas - 1) * piece] wire format
-  float* merged;    // [piece] fp32; may be the owned piece of send
-  float* partials;  // [max(num_chunks, chunks of a piece)] one fp32 sum per chunk
-  void* table;      // [num_tensors] of cuda/tensors.cuh; null on the CPU
+  void* send;         // [replicas * piece] wire format; then what comes back, if no anchors do
+  void* recv;         // [(replicas - 1) * piece] wire format
+  float* merged;      // [piece] fp32; may be the owned piece of send
+  float* partials;    // [max(num_chunks, chunks of a piece)] one fp32 sum per chunk
+  void* table;        // room for [num_tensors] of cuda/device.h; null on the CPU
+  bool table_filled;  // it holds `tensors` already
 
   // Scalars on the device.
   double* shard_sums;          // [shards]

@@ -40,6 +40,12 @@ int checked(int64_t replicas) {
 
 }  // namespace
 
+std::vector<TableRow> table_of(const LayerView& v) {
+  std::vector<TableRow> rows = rows_of(v);
+  if (rows.size() <= kByValue) rows.clear();
+  return rows;
+}
+
 void merge_pieces(const std::vector<const void*>& pieces, Wire wire, const float* weights,
                   int64_t n, float* merged, float* partials, double* sum, cudaStream_t stream) {
   Pieces p{};

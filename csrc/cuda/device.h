@@ -10,8 +10,18 @@
 
 namespace edit_ext::cuda {
 
-constexpr int64_t kTableBytes = 40;  // of one tensor in LayerView::table
-constexpr int kMaxReplicas = 256;    // addresses of their pieces travel with a launch
+// One tensor as kernels know it. A launch carries a few of them; more are in LayerView::table.
+struct TableRow {
+  void* data;
+  int64_t size, offset;  // elements; first element in the flat buffers
+  int64_t first_chunk;
+  DType dtype;
+};
+// What LayerView::table has to hold: empty if launches carry the tensors.
+std::vector<TableRow> table_of(const LayerView& v);
+
+constexpr int64_t kTableBytes = sizeof(TableRow);
+constexpr int kMaxReplicas = 256;  // addresses of their pieces travel with a launch
 
 // Step 5 without the decision: merged and sum [1] from R pieces of n elements wherever they are.
 // weights: [R]; partials: one a chunk.

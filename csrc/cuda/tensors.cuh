@@ -1,6 +1,7 @@
 // The tensors of a layer as kernels see them: by value in the launch, or as a table on the device.
 #pragma once
 
+#include <cstring>
 #include <vector>
 
 #include "../core/layer.h"
@@ -9,14 +10,7 @@
 
 namespace edit_ext::cuda {
 
-struct DeviceTensor {
-  void* data;
-  int64_t size, offset;  // elements; first element in the flat buffers
-  int64_t first_chunk;
-  DType dtype;
-};
-
-static_assert(sizeof(DeviceTensor) == kTableBytes, "what LayerView::table is allocated for");
+using DeviceTensor = TableRow;
 
 // A Transformer block has about ten tensors. A launch copies its arguments whether they are used
 // or not, so there is room for a few tensors here and not for as many as would fit.
@@ -85,16 +79,28 @@ TensorsOf<T> tensors_in(const std::vector<T>& all, int64_t chunks, void* memory,
 }
 
 // Tensors of a view, empty ones left out.
-inline Tensors tensors_of(const LayerView& v, cudaStream_t stream) {
+inline std::vector<DeviceTensor> rows_of(const LayerView& v) {
   std::vector<DeviceTensor> all;
   int64_t chunks = 0;
   for (int i = 0; i < v.num_tensors; ++i) {
     const TensorView& t = v.tensors[i];
     if (t.size == 0) continue;
-    all.push_back({t.data, t.size, t.offset, chunks, t.dtype});
+    DeviceTensor& row = all.emplace_back();
+    std::memset(static_cast<void*>(&row), 0, sizeof(row));  // its padding: rows are compared
+    row = {t.data, t.size, t.offset, chunks, t.dtype};
     chunks += (t.size + kChunk - 1) / kChunk;
   }
-  return tensors_in(all, chunks, v.table, stream);
+  return all;
+}
+
+inline Tensors tensors_of(const LayerView& v, cudaStream_t stream) {
+  const std::vector<DeviceTensor> rows = rows_of(v);
+  if (!v.table_filled) return tensors_in(rows, v.num_chunks, v.table, stream);
+  Tensors out{};
+  out.table = static_cast<const DeviceTensor*>(v.table);
+  out.num_chunks = v.num_chunks;
+  out.count = static_cast<int32_t>(rows.size());
+  return out;
 }
 
 }  // namespace edit_ext::cuda

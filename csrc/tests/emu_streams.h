@@ -249,8 +249,13 @@ inline cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, c
 
 // Of pinned memory both directions run in stream order. From pageable memory the call returns when
 // the source has been read, into it when the copy has been made.
+namespace emu {
+inline int64_t copies_up = 0;  // from the host to the device
+}
+
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, int kind,
                                    cudaStream_t stream) {
+  if (kind == cudaMemcpyHostToDevice) ++emu::copies_up;
   if (kind == cudaMemcpyHostToDevice && !emu::memory().pinned(from)) {
     const auto* bytes = static_cast<const char*>(from);
     emu::enqueue(stream, [to, n, copy = std::vector<char>(bytes, bytes + n)] {

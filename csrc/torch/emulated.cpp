@@ -33,6 +33,7 @@ int64_t held(bool pinned) { return static_cast<int64_t>(emu::memory().held(pinne
 TORCH_LIBRARY(edit_ext_emulated, m) {
   m.def("use_stream(int index) -> ()", use_stream);
   m.def("synchronize() -> ()", synchronize);
+  m.def("copies_up() -> int", [] { return emu::copies_up; });
   m.def("held(bool pinned) -> int", held);
 }
 

@@ -34,7 +34,7 @@ int64_t BufferPool::bytes() const {
   int64_t sum = 0;
   for (const auto& b : buffers_) {
     for (const at::Tensor* t :
-         {&b->send, &b->recv, &b->merged, &b->partials, &b->table, &b->anchor, &b->momentum}) {
+         {&b->send, &b->recv, &b->merged, &b->partials, &b->anchor, &b->momentum}) {
       if (t->defined()) sum += t->numel();
     }
   }
@@ -48,8 +48,8 @@ void BufferPool::reserve(int64_t anchor, int64_t momentum) {
 
 bool BufferPool::give_room(Buffers& b, at::Device device) const {
   const void* const before[] = {b.anchor.unsafeGetTensorImpl(), b.momentum.unsafeGetTensorImpl()};
-  grown(b.anchor, anchor_, device);
-  grown(b.momentum, momentum_, device);
+  grown(b, b.anchor, anchor_, device);
+  grown(b, b.momentum, momentum_, device);
   return b.anchor.unsafeGetTensorImpl() != before[0] ||
          b.momentum.unsafeGetTensorImpl() != before[1];
 }
@@ -104,7 +104,6 @@ void Flight::point() {
     v.merged = as<float>(grown(b, b.merged, v.piece * 4, where));
   }
   v.partials = as<float>(grown(b, b.partials, layout.partials(v.piece) * 4, where));
-  v.table = grown(b, b.table, table_bytes(layout.tensors.size()), where).data_ptr();
   scalars = ScalarBlock(where, v.replicas, v.shards, v.mesh_ranks);
   char* const base = static_cast<char*>(scalars.device.data_ptr());
   v.shard_sums = reinterpret_cast<double*>(base);

@@ -16,7 +16,7 @@ namespace edit_ext {
 
 // Working memory of one layer in flight, where its parameters are.
 struct Buffers {
-  at::Tensor send, recv, merged, partials, table;
+  at::Tensor send, recv, merged, partials;
   at::Tensor anchor, momentum;            // of a layer whose own are on the host, else undefined
   std::shared_ptr<const Timer> last_use;  // its end: until then a stream may still read them
   // What was too small for a layer, with its last use. torch's allocator would give it to whatever
@@ -70,6 +70,7 @@ struct Flight {
   at::Tensor anchor, momentum, detector;
   ScalarBlock scalars;
   Lane::Ticket ticket = 0;
+  std::vector<at::Tensor> tables;  // what kernels find the parameters by
   std::shared_ptr<Timer> begin_timer, stall_timer, write_back_timer;
   double exchange_seconds = 0, wait_seconds = 0;  // on the clock of the host
   int64_t bytes_sent = 0;

@@ -135,6 +135,7 @@ void Layer::begin(const Policy& policy, const SyncTag& tag) {
   f->view.anchored = anchored_;
   f->view.replicated = replicated_;
   f->point();
+  f->tables = table_.point(f->view, device_);
   run_on(device_, [&](Device& passes) { sync_begin(passes, f->view); });
   f->begin_timer->stop();
   f->ticket = lane_->submit(comms_, [f, at = where(tag), name = name_, watched = Watched()](
@@ -190,6 +191,7 @@ void Layer::finish() {
   // copies in here.
   f->layout = layout(f->policy.min_steps > 0);
   f->layout.describe(f->view);
+  for (const at::Tensor& t : table_.point(f->view, device_)) f->tables.push_back(t);
   run_on(device_, [&](Device& passes) { sync_finish(passes, f->view); });
   copy_out();
   if (on_cuda(device_)) copy_down(f->scalars.host, f->scalars.device);

@@ -10,6 +10,7 @@
 
 #include "flight.h"
 #include "offload.h"
+#include "table.h"
 
 namespace edit_ext {
 
@@ -92,6 +93,7 @@ class Layer {
   std::vector<int64_t> offsets_;
   int64_t size_ = 0, piece_ = 0;
   at::Tensor anchor_, momentum_, detector_;
+  TensorTable table_;
   std::unique_ptr<Offload> offload_;  // null without
   void judge(const Flight& f);
   void look(const SyncTag& tag) const;

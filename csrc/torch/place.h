@@ -82,6 +82,16 @@ inline at::Tensor pinned_zeros(int64_t floats) {
   return pinned_bytes(floats * 4).zero_().view(at::kFloat);
 }
 
+// Copies from pinned memory when the current stream gets there.
+inline void copy_up(const at::Tensor& to, const at::Tensor& pinned) {
+#if defined(EDIT_EXT_EMULATED)
+  cudaMemcpyAsync(to.data_ptr(), pinned.data_ptr(), pinned.nbytes(), cudaMemcpyHostToDevice,
+                  current_stream(to.device()));
+#else
+  to.copy_(pinned, /*non_blocking=*/true);
+#endif
+}
+
 // Copies to pinned memory when the current stream gets there.
 inline void copy_down(const at::Tensor& pinned, const at::Tensor& from) {
 #if defined(EDIT_EXT_EMULATED)
