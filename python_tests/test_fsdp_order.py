@@ -1,4 +1,4 @@
-"""When a sync's layers are waited for in a forward of FSDP2, from the profiler's trace of one step."""
+"""When layers are waited for in a forward of FSDP2, from the profiler's trace of one step."""
 
 from __future__ import annotations
 
