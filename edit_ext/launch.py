@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import IO
 
 GRACE = 3.0  # s between SIGTERM and SIGKILL
 LAST_WORDS = 1.0  # s for the other ranks to say what they saw, after one has failed
@@ -63,9 +64,16 @@ class ProcessGroup:
 
     A session of its own keeps the terminal's Ctrl-C away from the processes, so that this one
     decides; on Linux the kernel ends them too should this process be killed (PR_SET_PDEATHSIG).
+    What they print goes to `output`, else where this process prints.
     """
 
-    def __init__(self, command: Sequence[str], replicas: int, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        replicas: int,
+        threads: int | None = None,
+        output: IO[bytes] | None = None,
+    ) -> None:
         port = free_port()
         self.processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -75,6 +83,7 @@ class ProcessGroup:
                         list(command),
                         env=rank_environment(rank, replicas, port, threads),
                         stdin=subprocess.DEVNULL,
+                        stdout=output,
                         start_new_session=True,
                         preexec_fn=_die_with_parent(),
                     )

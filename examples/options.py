@@ -14,8 +14,9 @@ import torch
 
 import edit_ext
 from edit_ext.examples.data import check_data
-from edit_ext.examples.kinds import at_least, number, number_or_none, step_range
+from edit_ext.examples.kinds import above_zero, at_least, number, number_or_none, step_range
 from edit_ext.examples.model import PRESETS
+from edit_ext.examples.pace import add_pace_options, check_pace
 from edit_ext.examples.runlog import METRICS, tensorboard_missing
 
 METHODS = ("edit", "aedit", "sync")
@@ -44,6 +45,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     try:
         check_options(options)
+        check_pace(options)
         edit_config(options)
         check_data(options.data)
         if os.environ.get("RANK", "0") == "0":
@@ -93,6 +95,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     add = _adder(parser, "inner optimizer (AdamW)")
     add("--steps", at_least(1), 1000, "optimizer steps of each replica")
+    add("--seconds", above_zero, None, "of training, after which a replica ends although --steps "
+        "are not over", metavar="S")  # fmt: skip
     add("--lr", number, 2e-3, "the learning rate at its peak")
     add("--warmup-lr", at_least(0), 40, "steps in which the learning rate rises to it")
     add("--final-lr", number, 0.1, "part of --lr that is left at the end; 1 = no decay")
@@ -106,9 +110,10 @@ def build_parser() -> argparse.ArgumentParser:
         default = EDIT_DEFAULTS[name]
         add("--" + name.replace("_", "-"), kind, argparse.SUPPRESS, f"EDiT's {name} ({default})")
 
-    add = _adder(parser, "a fault to watch")
+    add = _adder(parser, "faults to watch")
     add("--corrupt-replica", at_least(0), None, "the replica that is fed random bytes")
     add("--corrupt-steps", step_range, None, "from step A up to, not including, B", metavar="A:B")
+    add_pace_options(add)
     return parser
 
 

@@ -129,18 +129,25 @@ class Records:
         )  # fmt: skip
         self.log.progress(done, f"loss {mean:.4f}  {rate:,.0f} tokens/s")
 
-    def validation(self, value: float) -> None:
-        self.log.write("val", step=self.step_done, tokens=self.tokens, val_loss=value)
+    def validation(self, value: float, tokens: int | None = None) -> None:
+        seen = self.tokens if tokens is None else tokens
+        self.log.write("val", step=self.step_done, tokens=seen, val_loss=value)
         self.log.say(f"step {self.step_done}  validation loss {value:.4f}")
 
-    def end(self, sync: edit_ext.Handle, val_loss: float) -> None:
-        """The last line: what the run came to, and what its syncs cost this rank."""
+    def end(self, sync: edit_ext.Handle, val_loss: float, steps: list[int]) -> None:
+        """The last line: what the run came to, and what its syncs cost this rank.
+
+        steps: of each replica. They differ where --seconds have ended the run.
+        """
         self._syncs(sync)
-        self.validation(val_loss)
-        sums, seconds, tokens = self.sums(sync), self.seconds(), self.tokens
+        more = sum(each - self.step_done for each in steps)  # than if all had made replica 0's
+        tokens = self.tokens + more * self.tokens_per_step // self.replicas
+        self.validation(val_loss, tokens)
+        sums, seconds = self.sums(sync), self.seconds()
         self.log.write(
             "summary", method=self.options.method, replicas=self.replicas, steps=self.step_done,
-            tokens=tokens, final_val_loss=val_loss, tokens_per_s=tokens / seconds,
+            steps_of_replicas=steps, seconds=seconds, tokens=tokens, final_val_loss=val_loss,
+            tokens_per_s=tokens / seconds,
             bytes_sent_per_rank=sums["bytes_sent"], syncs=sums["syncs"],
             sync_seconds=sums["sync_seconds"], exposed_sync_seconds=sums["exposed_sync_seconds"],
         )  # fmt: skip

@@ -38,6 +38,7 @@ from edit_ext.examples.data import Batches, Corpus, DataError, load_corpus, vali
 from edit_ext.examples.meeting import init_replicas
 from edit_ext.examples.model import PRESETS, Llama
 from edit_ext.examples.options import edit_config, fixed_settings, parse_options
+from edit_ext.examples.pace import Pace, link, out_of_time, steps_of_all
 from edit_ext.examples.records import Records
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -56,8 +57,9 @@ def train(options: argparse.Namespace, corpus: Corpus, saved: Saved | None) -> N
     device = home(options)
     model = build_model(options).to(device)
     optimizer = build_optimizer(model, options)
-    sync = edit_ext.attach(model, optimizer, edit_config(options))
+    sync = edit_ext.attach(model, optimizer, edit_config(options), comm_wrapper=link(options))
     records = Records(options, rank, replicas, saved)
+    pace = Pace(options, rank, replicas)
     batches = Batches(
         corpus.train, batch_size=options.batch_size, seq_len=options.seq_len, seed=options.seed,
         rank=sync.data_rank, world=sync.data_world, start=records.step_done,
@@ -70,10 +72,13 @@ def train(options: argparse.Namespace, corpus: Corpus, saved: Saved | None) -> N
                 load_checkpoint(saved.path, sync, model, optimizer)
         records.begin(model, corpus)
         for step in range(records.step_done, options.steps):
+            if out_of_time(options, records.seconds()):
+                break
             at = step if options.lr_by == "local" else sync.mean_step
             lr = set_learning_rate(optimizer, at, options)
             inputs, targets = next_batch(batches, step, options)
             loss = model(inputs.to(device), targets.to(device))
+            pace.sleep(step)  # behind the sync, as the computing of a step is
             loss.backward()
             if options.grad_clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), options.grad_clip)
@@ -96,7 +101,7 @@ def train(options: argparse.Namespace, corpus: Corpus, saved: Saved | None) -> N
     # Leaving `with sync` has ended the last window: all replicas hold the agreed weights.
     with records.paused(sync):
         final = evaluate(model, corpus, options)
-    records.end(sync, final)
+    records.end(sync, final, steps_of_all(records.step_done))
     if dist.is_initialized():
         dist.destroy_process_group()
 
