@@ -37,14 +37,14 @@ Result = dict[str, Any]
 METHODS = ("sync", "edit", "aedit")
 REPLICAS, SLOW = 4, 1  # replica 0 writes the records, so another one is slow
 SECONDS = 15  # of training in each run
-STEP_SECONDS = 0.1  # slept in a step, several times what it computes
-SYNC_EVERY = 24  # steps of EDiT
+STEP_SECONDS = 0.15  # slept in a step, several times what one computes
+SYNC_EVERY = 16  # steps of EDiT
 PATIENCE = 120  # s, for processes to start and end
 POLL = 0.02  # s
-PAUSE, LATE = 0.1, 0.05  # s, of the random straggler and of the slow link
+PAUSE, LATE = 0.15, 0.05  # s, of the random straggler and of the slow link
 # No decay of the learning rate: it would need to know how many steps there will be.
 RUN = {
-    "--preset": "tiny", "--batch-size": 4, "--seq-len": 64, "--lr": 2e-3, "--warmup-lr": 20,
+    "--preset": "tiny", "--batch-size": 2, "--seq-len": 64, "--lr": 2e-3, "--warmup-lr": 20,
     "--final-lr": 1, "--steps": 10**6, "--eval-every": 0, "--eval-windows": 512, "--log-every": 1,
     "--threads": 1,
 }  # fmt: skip
