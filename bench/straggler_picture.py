@@ -50,14 +50,14 @@ def _rates(ax: Any, result: dict[str, Any]) -> None:
             if at:
                 kept = f"{result['kept'][case][method]:.0%}"
                 ax.annotate(
-                    kept, (at + shift, rate), (0, -5), textcoords="offset points", ha="center",
-                    va="top", fontsize=11, fontweight="bold", color="white",
+                    kept, (at + shift, 0), (0, 5), textcoords="offset points", ha="center",
+                    va="bottom", fontsize=11, fontweight="bold", color="white",
                 )  # fmt: skip
                 whole = result["runs"]["none"][method]["tokens_per_s"]
                 ax.plot(
                     [at + shift - 0.46 * WIDTH, at + shift + 0.46 * WIDTH],
                     [whole * result["no_waits"][case][method]] * 2, color="#444444", linewidth=1.4,
-                    linestyle="--", label="if it delayed no other" if at == number == 1 else None,
+                    linestyle="--", label="if nobody were delayed" if at == number == 1 else None,
                 )  # fmt: skip
     ax.set_ylabel("tokens/s of all replicas")
     style.prefix_ticks(ax.yaxis)

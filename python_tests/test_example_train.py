@@ -24,8 +24,9 @@ SMALL = [
 CLOCK = {"seconds", "sync_seconds", "exposed_sync_seconds", "exchange_seconds", "exposed_seconds",
          "begin_seconds", "write_back_seconds", "tokens_per_s"}  # fmt: skip
 SUMMARY = {
-    "kind", "method", "replicas", "steps", "tokens", "final_val_loss", "tokens_per_s",
-    "bytes_sent_per_rank", "syncs", "sync_seconds", "exposed_sync_seconds",
+    "kind", "method", "replicas", "steps", "steps_of_replicas", "seconds", "tokens",
+    "final_val_loss", "tokens_per_s", "bytes_sent_per_rank", "syncs", "sync_seconds",
+    "exposed_sync_seconds",
 }  # fmt: skip
 
 
