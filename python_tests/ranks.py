@@ -167,7 +167,8 @@ def _forget_meshes() -> None:
     for this one's, with groups that are gone."""
     if "torch.distributed.tensor" in sys.modules:
         debug = importlib.import_module("torch.distributed.tensor.debug")
-        debug._clear_sharding_prop_cache()
+        debug._clear_python_sharding_prop_cache()  # both; one call does it from torch 2.11 on
+        debug._clear_fast_path_sharding_prop_cache()
 
 
 def _resolve(module: str, name: str) -> Callable[..., Any]:
