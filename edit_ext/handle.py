@@ -15,7 +15,7 @@ from torch import nn
 from .engine import Engine
 from .explain import explain
 from .fsdp import data_seat
-from .mesh import Members, is_ranks
+from .mesh import Members, left_out, why_no_group
 from .module_hooks import register
 from .resize import Carried, leave, rejoin
 from .state import load_state_dict, state_dict
@@ -134,18 +134,22 @@ class Handle:
         optimizer, anchors and counts of one replica. While it runs it needs the memory of the
         anchors and the momentum a second time.
 
-        Raises RuntimeError on every rank while a sync is in progress on one of them, and for a rank
-        that does not come within `timeout`; ValueError when ranks of different runs meet. After an
-        error `resize` may be called again; until it succeeds a training step raises.
+        Raises RuntimeError on every rank while a sync is in progress on one of them, when a group
+        cannot be, and for a rank that does not come within `timeout`; ValueError when ranks of
+        different runs meet. After an error `resize` may be called again; once it has left the old
+        group a training step raises until it succeeds.
         """
         engine = self._engine
         if engine.closed and self._carried is None:
             engine.check()
+        wrong = why_no_group(group)
+        refusal = f"group must {wrong}; it is {group!r}" if wrong else ""
         if self._carried is None:
-            self._carried = leave(engine)
-        if group == dist.GroupMember.NON_GROUP_MEMBER or (
-            is_ranks(group) and dist.is_initialized() and dist.get_rank() not in group
-        ):
+            self._carried = leave(engine, refusal)
+        elif wrong:
+            raise ValueError(f"resize(): {refusal}")
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if left_out(group) or (isinstance(group, Sequence) and rank not in group):
             self.detach()
             return
         engine.adrift = "resize() has not succeeded: call it again, or detach() to train alone"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeGuard
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -110,20 +109,28 @@ def replica_ranks(group: Members | None) -> list[int]:
         return list(range(dist.get_world_size()))
     if isinstance(group, dist.ProcessGroup):
         return dist.get_process_group_ranks(group)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if not is_ranks(group) or rank not in group or len(set(group)) < len(group):
-        raise ValueError(
-            f"group= must be a process group that contains rank {rank}, or a list of different "
-            f"ranks, this one among them; it is {group!r}"
-        )
-    if min(group) < 0 or max(group) >= world:
-        raise ValueError(f"group= must list ranks of 0 to {world - 1}; it is {list(group)!r}")
+    wrong, rank = why_no_group(group), dist.get_rank()
+    if wrong or left_out(group) or rank not in group:
+        wrong = wrong or f"contain rank {rank}"
+        raise ValueError(f"group= must {wrong}; it is {group!r}")
     return list(group)
 
 
-def is_ranks(group: object) -> TypeGuard[Sequence[int]]:
-    """Whether this is a sequence of integers."""
-    return isinstance(group, Sequence) and all(type(rank) is int for rank in group)
+def why_no_group(group: object) -> str | None:
+    """What neither a process group nor a list of ranks is: what it must do, to follow "must"."""
+    if group is None or isinstance(group, dist.ProcessGroup) or left_out(group):
+        return None
+    if not isinstance(group, Sequence) or not all(type(rank) is int for rank in group):
+        return "be a process group that contains this rank, or a list of ranks"
+    world = dist.get_world_size() if _initialised() else 1
+    if not group or len(set(group)) < len(group) or min(group) < 0 or max(group) >= world:
+        return f"list one rank or more, each once, of 0 to {world - 1}"
+    return None
+
+
+def left_out(group: object) -> bool:
+    """Whether this is what dist.new_group gives a rank that is not in the new group."""
+    return bool(group == dist.GroupMember.NON_GROUP_MEMBER)
 
 
 def stay_away(reason: str) -> None:

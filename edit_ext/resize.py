@@ -45,16 +45,19 @@ class Carried:
     bytes_sent: int
 
 
-def leave(engine: Engine) -> Carried:
+def leave(engine: Engine, refusal: str) -> Carried:
     """Leave the old group with everything. Collective over it, unless it has failed.
+
+    refusal: why this rank cannot, for all to hear; empty if it can.
 
     Raises RuntimeError on every rank when one of them cannot leave now, and when not all come.
     """
-    refusal = ""
     if engine.swapped:
         refusal = "inside anchor_weights(): leave the context first"
     elif engine.syncs.active and engine.error is None:
         refusal = "while a sync is in progress; call it after optimizer.step()"
+    if engine.error is not None and refusal:
+        raise RuntimeError(f"resize() was refused: {refusal}")
     together = engine.error is None and _all_come(engine, refusal)
     layers = engine.syncs.anchored_layers()
     if together:

@@ -54,6 +54,38 @@ def test_open_sync(ranks: Ranks) -> None:
         assert "refused on replica 0 (rank 0): while a sync is in progress" in text
 
 
+def wrong_groups() -> list[str]:
+    """What rank 1 passes cannot be; rank 0's is right."""
+    said = []
+    rank = dist.get_rank()
+    model, optimizer, sync = attached()
+    train_step(model, optimizer, rank, 0)
+    for wrong in ([], [0, 0], [0, 2], [-1], "all", 3, [0.0]):
+        with pytest.raises(RuntimeError) as caught:
+            sync.resize(wrong if rank == 1 else [0, 1])
+        said.append(str(caught.value))
+    with sync.anchor_weights(), pytest.raises(RuntimeError) as caught:
+        sync.resize([0, 1])
+    said.append(str(caught.value))
+    sync.resize([1, 0])  # and in another order it can be
+    sync.pause()
+    sync.resize([0, 1])
+    assert sync._engine.paused
+    sync.detach()
+    with pytest.raises(RuntimeError) as caught:
+        sync.resize([0, 1])
+    return [*said, str(caught.value)]
+
+
+def test_wrong_groups(ranks: Ranks) -> None:
+    """Refused on all ranks before anything is left."""
+    for said in ranks.run(2, wrong_groups):
+        for text in said[:7]:
+            assert "resize() was refused on replica 1 (rank 1): group must " in text
+        assert "list one rank or more, each once, of 0 to 1; it is [0, 2]" in said[2]
+        assert "inside anchor_weights()" in said[7] and "is closed" in said[8]
+
+
 def alone() -> tuple[str, float]:
     """Rank 1 never calls resize."""
     _, _, sync = attached(timeout=1.0)
