@@ -105,7 +105,7 @@ class Bench:
             for i, params in enumerate(lists)
         ]
         # Without the z-test, which might flag the only replica: a weight of 0 is not even read.
-        self.policy = _C.Policy(**EDiT(z_threshold=None).policy_fields())
+        self.policy = _C.Policy(**EDiT(z_threshold=None).recipe().policy)
         self.syncs = 0
         self.readings: dict[bool, list[Reading]] = {False: [], True: []}
 

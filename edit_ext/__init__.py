@@ -24,10 +24,42 @@ except ImportError as error:
     ) from error
 
 from . import ops
-from .config import AEDiT, EDiT
 from .handle import Handle
 from .hook import attach
+from .methods import (
+    CO2,
+    DESLOC,
+    AEDiT,
+    CO2Star,
+    DiLoCo,
+    EDiT,
+    FedAvgPersistent,
+    FedAvgReset,
+    LocalAdam,
+    LocalSGDM,
+    PostLocalSGD,
+    StreamingDiLoCo,
+    Synchronous,
+)
 
 __version__ = "0.1.0"
 
-__all__ = ["_C", "AEDiT", "EDiT", "Handle", "attach", "ops"]
+__all__ = [
+    "CO2",
+    "DESLOC",
+    "_C",
+    "AEDiT",
+    "CO2Star",
+    "DiLoCo",
+    "EDiT",
+    "FedAvgPersistent",
+    "FedAvgReset",
+    "Handle",
+    "LocalAdam",
+    "LocalSGDM",
+    "PostLocalSGD",
+    "StreamingDiLoCo",
+    "Synchronous",
+    "attach",
+    "ops",
+]

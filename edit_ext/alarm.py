@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .config import AEDiT
 from .mesh import ReplicaMesh
+from .methods import AEDiT
 from .schedule import Clock
 
 
@@ -72,7 +72,7 @@ class Alarm:
         if self._shard.size == 1:
             self._look()
         if self.asked > self._clock.sync_index:
-            self._clock.armed = True
+            self._clock.arm()
         if self._shard.size > 1:
             if self._decides:
                 self._look()

@@ -1,10 +1,10 @@
 """A run in one checkpoint of torch.distributed.checkpoint (DCP), for any mesh to go on from.
 
-Keys of the tree: `meta` (JSON: method, settings, order, detectors), `anchors`, `momentum` and
-`frozen` by parameter name, the same on all replicas; `replicaN` with what differs inside a window:
-`meta` (JSON: counts of steps), `model` (trainable weights and buffers) and `optimizer`. DCP keeps
-one of several equal keys without a word, hence the names. Sharded tensors are DTensors, so that DCP
-cuts them anew for another mesh.
+Keys of the tree: `meta` (JSON: method, settings, order, detectors), `anchors`, `momentum`,
+`flightN` and `frozen` by parameter name, the same on all replicas; `replicaN` with what differs
+inside a window: `meta` (JSON: counts of steps), `model` (trainable weights and buffers) and
+`optimizer`. DCP keeps one of several equal keys without a word, hence the names. Sharded tensors
+are DTensors, so that DCP cuts them anew for another mesh.
 
 Loaded with another number of replicas, replica r goes on from what replica r mod R has saved, its
 weights, inner optimizer, window and detectors; a replica without successor takes the local steps of
@@ -31,9 +31,9 @@ from . import momentum, optimizer_state
 from .engine import Engine
 from .layer import clean
 from .sharding import from_local, is_sharded, local
-from .state import read_counts, take_counts
+from .state import read_counts, read_flights, refuse_flights, take_counts, take_flights
 
-FORMAT = 1
+FORMAT = 2
 REPLICA = re.compile(r"^(.*\.)?replica(\d+)\.meta$")
 Source = str | PathLike[str] | dcp.StorageReader
 
@@ -54,7 +54,7 @@ class Checkpoint:
     ) -> None:
         self._engine, self._model, self._optimizers = engine, model, list(optimizers)
         self._names: dict[Tensor, str] = {p: clean(n) for n, p in model.named_parameters()}
-        self._saved = saved_in(source, set(engine.syncs.trainable)) if source is not None else None
+        self._saved = saved_in(source, set(engine.held.trainable)) if source is not None else None
         replicas = self._saved.replicas if self._saved else engine.mesh.replica.size
         self._own = f"replica{engine.mesh.replica.rank % replicas}"
 
@@ -76,8 +76,9 @@ class Checkpoint:
         own = {"meta": json.dumps(counts), "model": weights, "optimizer": inner}
         return {
             "meta": json.dumps(self._meta()),
-            "anchors": self._by_name(layer.anchor for layer in engine.syncs.anchored_layers()),
+            "anchors": self._by_name(layer.anchor for layer in engine.held.anchored()),
             "momentum": self._by_name(self._momenta()),
+            **self._flights(),
             "frozen": frozen,
             self._own: own,
         }
@@ -87,7 +88,8 @@ class Checkpoint:
         engine = self._engine
         meta, counts = json.loads(state["meta"]), json.loads(state[self._own]["meta"])
         odd = self._check(meta)
-        engine.syncs.refresh()
+        refuse_flights(engine)
+        engine.held.refresh()
         dsd.set_model_state_dict(
             self._model,
             {**state["frozen"], **state[self._own]["model"]},
@@ -96,13 +98,14 @@ class Checkpoint:
         optimizer_state.unpack(self._optimizers, self._names, state[self._own]["optimizer"])
         mine = engine.mesh.replica.rank
         rows = [r % meta["replicas"] for r in range(engine.mesh.replica.size)]
-        for layer, unit in zip(engine.syncs.anchored_layers(), engine.plan.units, strict=True):
+        for layer, unit in zip(engine.held.anchored(), engine.plan.units, strict=False):
             layer.load_anchor([local(state["anchors"][name]) for name in unit.params])
             if unit.name not in odd:
                 detectors = torch.tensor(meta["detectors"][unit.name], dtype=torch.float64)
                 layer.detector.copy_(detectors[rows])
-            whole = layer.join([local(state["momentum"][name]) for name in unit.params])
-            momentum.put(layer, whole, mine)
+            if layer.momentum is not None:
+                whole = layer.join([local(state["momentum"][name]) for name in unit.params])
+                momentum.put(layer, whole, mine)
         if meta["order"] and not odd:
             places = {unit.name: index for index, unit in enumerate(engine.plan.units)}
             engine.syncs.set_order([places[name] for name in meta["order"]])
@@ -110,14 +113,17 @@ class Checkpoint:
         for name in ("agreed_steps", "shown_steps"):  # of all replicas together
             counts[name] = round(counts[name] * len(rows) / meta["replicas"])
         take_counts(engine, counts)
+        for number, flight in enumerate(meta["flights"]):
+            flight["steps"] = {n: local(t) for n, t in state[f"flight{number}"].items()}
+        take_flights(engine, meta["flights"])
         engine.warmup_may_be_over()
         # From now on this tree is good for saving: no room for what is to come, but what is here.
         self._saved, self._own = None, f"replica{mine}"
 
     def _meta(self) -> dict[str, Any]:
         engine = self._engine
-        units, layers = engine.plan.units, engine.syncs.anchored_layers()
-        order = engine.syncs.order()
+        units, layers = engine.plan.units, engine.held.anchored()
+        order = engine.syncs.order
         return {
             "format": FORMAT,
             "method": engine.config.name,
@@ -128,11 +134,15 @@ class Checkpoint:
             "layers": {unit.name: sorted(unit.params) for unit in units},
             "dtypes": {n: str(p.dtype)[6:] for u in units for n, p in u.params.items()},
             "detectors": {layer.name: layer.detector.tolist() for layer in layers},
+            "flights": [
+                {"windows": list(sync.windows.items()), "due": sync.due, "keep": sync.keep}
+                for sync in engine.syncs.airborne
+            ],
         }
 
     def _weights(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Frozen parameters, and what training changes."""
-        trains = set(self._engine.syncs.trainable)
+        trains = set(self._engine.held.trainable)
         frozen = {clean(n) for n, _ in self._model.named_parameters() if clean(n) not in trains}
         every = dsd.get_model_state_dict(self._model)
         return (
@@ -142,15 +152,35 @@ class Checkpoint:
 
     def _momenta(self) -> Iterable[Tensor]:
         """The outer momentum of whole layers, from the replicas' pieces."""
-        for layer in self._engine.syncs.anchored_layers():
-            whole = momentum.gather(layer, self._engine.mesh.replica, "checkpoint")
-            yield whole.to(layer.anchor.device)
+        for layer in self._engine.held.anchored():
+            if layer.anchor is not None and layer.momentum is not None:
+                whole = momentum.gather(layer, self._engine.mesh.replica, "checkpoint")
+                yield whole.to(layer.anchor.device)
 
-    def _by_name(self, flats: Iterable[Tensor]) -> dict[str, Tensor]:
+    def _flights(self) -> dict[str, Any]:
+        """`flightN`: what will be taken off the anchors when it lands, by parameter name."""
+        params = self._engine.held.trainable
+        if self._saved is None:
+            flights = [flight["steps"] for flight in read_flights(self._engine)]
+        else:
+            flights = []
+            while names := self._saved.below(f"flight{len(flights)}."):
+                flights.append({n: torch.zeros_like(local(params[n]).float()) for n in names})
+        return {
+            f"flight{number}": {
+                name: from_local(part, params[name]) if is_sharded(params[name]) else part
+                for name, part in steps.items()
+            }
+            for number, steps in enumerate(flights)
+        }
+
+    def _by_name(self, flats: Iterable[Tensor | None]) -> dict[str, Tensor]:
         """Flat tensors of all layers as tensors shaped and sharded like the parameters."""
-        syncs, found = self._engine.syncs, {}
-        layers = zip(syncs.anchored_layers(), self._engine.plan.units, flats, strict=True)
-        for layer, unit, flat in layers:
+        found: dict[str, Tensor] = {}
+        for layer, unit, flat in zip(
+            self._engine.held.anchored(), self._engine.plan.units, flats, strict=False
+        ):
+            assert flat is not None
             for (name, param), part in zip(unit.params.items(), layer.split(flat), strict=True):
                 found[name] = from_local(part, param) if is_sharded(param) else part
         return found

@@ -1,120 +1,67 @@
-"""The methods' settings: frozen dataclasses, every relation between numbers checked when made."""
+"""What all methods' settings have in common: frozen dataclasses that are checked when made."""
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
-WEIGHTINGS = ("softmax", "uniform", "steps")
+import torch
+
+from .recipe import Recipe
+
 GRANULARITIES = ("layer", "model")
 WIRES = ("fp32", "bf16")
 MOMENTA = ("sharded", "replicated")
 
+MEAN = {
+    "outer": "replace",
+    "outer_lr": 1.0,
+    "outer_momentum": 0.0,
+    "nesterov": False,
+    "clip_norm": None,
+    "weighting": "uniform",
+    "temperature": 1.0,
+    "z_threshold": None,
+    "ema_alpha": 0.02,
+    "ema_warmup": 10,
+    "max_flags_in_a_row": 10,
+}
+"""Rules of a plain mean, as keyword arguments of `_C.Policy`. A replica whose norm is not finite is
+left out, and after ten syncs in a row it is an error."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """What the methods have in common; `EDiT` and `AEDiT` say when a sync is due."""
+    """Settings of a method. Making one raises TypeError or ValueError, in a sentence, for a value
+    that cannot work or has no effect."""
 
-    warmup_steps: int = 0
-    """Optimizer steps of plain data parallel training (averaged gradients) before local steps."""
-    outer_lr: float = 0.7
-    """Learning rate of the outer step; `Handle.outer_lr` can follow a schedule."""
-    outer_momentum: float = 0.8
-    """Momentum of the outer step, in [0, 1)."""
-    nesterov: bool = True
-    """Nesterov form of the outer momentum."""
-    clip_norm: float | None = 10.0
-    """Largest L2 norm of a layer's merged pseudo-gradient (Eq. 4); None switches clipping off."""
-    weighting: str = "softmax"
-    """How accepted replicas are weighted: "softmax" of -norm (Eq. 2), "uniform" or "steps"."""
-    temperature: float = 1.0
-    """Temperature of the softmax weighting."""
-    z_threshold: float | None = 3.0
-    """Standard deviations above which a replica is flagged (Eq. 1); None: only if its norm is not
-    finite. Sums of squares beyond the range of fp32, norms above 1.8e19, count as not finite."""
-    ema_alpha: float = 0.02
-    """Weight of the newest norm in the detector's running mean and variance."""
-    ema_warmup: int = 10
-    """Norms a detector must have seen before it flags (syncs)."""
-    max_flags_in_a_row: int = 10
-    """A replica flagged more often in a row is accepted if finite, an error if not."""
-    prefetch: int = 2
-    """Layers in flight at once; 0 is blocking: a layer begins only when its forward needs it."""
-    granularity: str = "layer"
-    """What is waited for: "layer": each at its own forward; "model": all before the root's."""
-    wire: str = "fp32"
-    """Format of what is exchanged: "fp32" or "bf16"."""
-    momentum: str = "sharded"
-    """Where the outer momentum is: "sharded": each replica holds its part of it (4/R bytes a
-    parameter); "replicated": all of it (4 bytes), so that none is lost with a replica."""
     timeout: float = 600.0
     """Seconds for which a peer may be silent. A peer that is slow but alive is waited for."""
-    offload: bool = False
-    """Keep anchors and outer momentum in pinned memory of the host; each layer's come to the GPU
-    for its sync and go back after it."""
-    average_buffers: bool = True
-    """Average persistent floating buffers (BatchNorm statistics) at each sync."""
 
     def __post_init__(self) -> None:
-        self._integer("warmup_steps", 0)
-        self._integer("ema_warmup", 2)
-        self._integer("max_flags_in_a_row", 1)
-        self._integer("prefetch", 0, 1_000_000)
-        self._number("outer_lr", 0.0, 1e3, high_included=True)
-        self._number("outer_momentum", 0.0, 1.0, low_included=True)
-        self._number("clip_norm", 0.0, math.inf, optional=True)
-        self._number("temperature", 0.0, math.inf)
-        self._number("z_threshold", 0.0, math.inf, optional=True)
-        self._number("ema_alpha", 0.0, 1.0)
         self._number("timeout", 0.0, 1e6, high_included=True, unit=" seconds (about 11 days)")
-        self._choice("weighting", WEIGHTINGS)
-        self._choice("granularity", GRANULARITIES)
-        self._choice("wire", WIRES)
-        self._choice("momentum", MOMENTA)
-        for name in ("nesterov", "offload", "average_buffers"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, but is {getattr(self, name)!r}.")
-        if self.weighting != "softmax" and self.temperature != 1.0:
-            raise ValueError(
-                f"temperature={self.temperature!r} has no effect with weighting="
-                f"{self.weighting!r}: only the softmax weighting has a temperature."
-            )
-        if self.z_threshold is None:
-            for name in ("ema_alpha", "ema_warmup"):
-                if getattr(self, name) != _default(name):
-                    raise ValueError(
-                        f"{name}={getattr(self, name)!r} has no effect with z_threshold=None, "
-                        "which switches the detector off."
-                    )
+
+    def recipe(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> Recipe:
+        """What the engine does for this method; some periods follow the optimizers' settings."""
+        raise TypeError(f"{self.name} is no method by itself; take one of those built on it")
+
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged, always or at first."""
+        return True
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as plain numbers, strings, booleans and None."""
+        """The fields as plain numbers, strings, booleans, dicts and None."""
         return asdict(self)
 
     @property
     def name(self) -> str:
         """What messages and states call the method."""
         return type(self).__name__
-
-    def policy_fields(self) -> dict[str, Any]:
-        """The keyword arguments of `_C.Policy` that these settings stand for."""
-        return {
-            "outer": "sgd",
-            "outer_lr": float(self.outer_lr),
-            "outer_momentum": float(self.outer_momentum),
-            "nesterov": self.nesterov,
-            "clip_norm": None if self.clip_norm is None else float(self.clip_norm),
-            "weighting": self.weighting,
-            "temperature": float(self.temperature),
-            "z_threshold": None if self.z_threshold is None else float(self.z_threshold),
-            "ema_alpha": float(self.ema_alpha),
-            "ema_warmup": self.ema_warmup,
-            "max_flags_in_a_row": self.max_flags_in_a_row,
-            "min_steps": getattr(self, "min_steps", 0),
-        }
 
     def _integer(self, name: str, low: int, high: int | None = None) -> None:
         given = getattr(self, name)
@@ -164,45 +111,103 @@ class Method:
             names = ", ".join(repr(choice) for choice in choices)
             raise ValueError(f"{name} must be one of {names}, but is {value!r}.")
 
+    def _flags(self, *names: str) -> None:
+        for name in names:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, but is {getattr(self, name)!r}.")
 
-def _default(name: str) -> Any:
-    return next(field.default for field in fields(Method) if field.name == name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EDiT(Method):
-    """How EDiT (arXiv 2412.07210) trains: local steps, then a sync layer by layer.
-
-    Raises TypeError or ValueError, in a sentence, for a value that cannot work.
-    """
-
-    sync_every: int = 128
-    """Local optimizer steps between two syncs."""
-
-    def __post_init__(self) -> None:
-        self._integer("sync_every", 1)
-        super().__post_init__()
+    def _no_effect(self, names: Sequence[str], where: str) -> None:
+        """Refuse fields that were set although, `where` holding, nothing reads them."""
+        defaults = {f.name: f.default for f in fields(self)}
+        for name in names:
+            if getattr(self, name) != defaults[name]:
+                raise ValueError(f"{name}={getattr(self, name)!r} has no effect with {where}.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AEDiT(Method):
-    """How A-EDiT (arXiv 2412.07210) trains: as EDiT, but a sync is due by the clock on the wall.
+class LocalUpdate(Method):
+    """Replicas step on their own and sync now and then."""
 
-    Replicas of unequal speed make unequal numbers of steps in a window and do not wait for the
-    slowest. What one clock says holds for all: a replica that is due asks the others, and they take
-    part after their next step. Raises as `EDiT`.
-    """
-
-    sync_seconds: float = 600.0
-    """Seconds between two syncs, from the step after which a replica asked for one."""
-    min_steps: int = 0
-    """Steps that all replicas together must have made in a window. With fewer its sync is void: it
-    changes nothing and the window goes on; but not when every replica has ended its training."""
+    warmup_steps: int = 0
+    """Optimizer steps of plain data parallel training (averaged gradients) before local steps."""
+    granularity: str = "layer"
+    """What is waited for: "layer": each at its own forward; "model": all before the root's."""
+    wire: str = "fp32"
+    """Format of what is exchanged: "fp32" or "bf16"."""
+    average_buffers: bool = True
+    """Average persistent floating buffers (BatchNorm statistics) at each sync."""
 
     def __post_init__(self) -> None:
-        self._number("sync_seconds", 0.0, math.inf)
-        self._integer("min_steps", 0, 1_000_000_000_000)
         super().__post_init__()
+        self._integer("warmup_steps", 0)
+        self._choice("granularity", GRANULARITIES)
+        self._choice("wire", WIRES)
+        self._flags("average_buffers")
+
+    @property
+    def averages(self) -> bool:
+        return self.warmup_steps > 0
+
+    def common(self) -> dict[str, Any]:
+        """These fields as keyword arguments of Recipe."""
+        return {
+            "averaged_steps": self.warmup_steps,
+            "granularity": self.granularity,
+            "wire": self.wire,
+            "average_buffers": self.average_buffers,
+        }
 
 
-METHODS = (EDiT, AEDiT)
+@dataclass(frozen=True, kw_only=True)
+class Pipelined(LocalUpdate):
+    """Syncs are over within the forward, and so only a few layers are in flight at a time."""
+
+    prefetch: int = 2
+    """Layers in flight at once; 0 is blocking: a layer begins only when its forward needs it."""
+    offload: bool = False
+    """Keep anchors and outer momentum in pinned memory of the host; each layer's come to the GPU
+    for its sync and go back after it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._integer("prefetch", 0, 1_000_000)
+        self._flags("offload")
+
+    def common(self) -> dict[str, Any]:
+        return {**super().common(), "prefetch": self.prefetch, "offload": self.offload}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterMomentum(Method):
+    """An outer step with momentum, from the anchor, as torch's SGD makes it."""
+
+    outer_lr: float = 0.7
+    """Learning rate of the outer step; `Handle.outer_lr` can follow a schedule."""
+    outer_momentum: float = 0.8
+    """Momentum of the outer step, in [0, 1)."""
+    momentum: str = "sharded"
+    """Where the outer momentum is: "sharded": each replica holds its part of it (4/R bytes a
+    parameter); "replicated": all of it (4 bytes), so that none is lost with a replica."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._number("outer_lr", 0.0, 1e3, high_included=True)
+        self._number("outer_momentum", 0.0, 1.0, low_included=True)
+        self._choice("momentum", MOMENTA)
+
+    def outer(self, *, nesterov: bool) -> dict[str, Any]:
+        """Rules of the outer step of a plain mean, as keyword arguments of `_C.Policy`."""
+        step = {"outer_lr": float(self.outer_lr), "outer_momentum": float(self.outer_momentum)}
+        return {**MEAN, "outer": "sgd", **step, "nesterov": nesterov}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nesterov(OuterMomentum):
+    """The outer momentum in either form."""
+
+    nesterov: bool = True
+    """Nesterov form of the outer momentum."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._flags("nesterov")

@@ -9,10 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C, fsdp
-from .config import METHODS, EDiT, Method
+from .config import Method
 from .engine import Engine
 from .layer import Plan
 from .mesh import Members, ReplicaMesh, replica_ranks, stay_away
+from .methods import METHODS, EDiT
+from .recipe import Recipe
 from .sharding import local, replica_group, shard_ranks
 from .start import agree
 from .transport import Link, carriers_for, check_kind, choose
@@ -26,7 +28,7 @@ def connect(
     start: str,
     link: Link,
     find_peers: Callable[[], tuple[list[int], list[int] | None, str | None]],
-    prepare: Callable[[], tuple[list[torch.optim.Optimizer], Plan]],
+    prepare: Callable[[], tuple[list[torch.optim.Optimizer], Plan, Recipe]],
 ) -> tuple[Engine, list[torch.optim.Optimizer]]:
     """Meet the peers and agree with them: the engine, without hooks yet, and its optimizers.
 
@@ -51,22 +53,23 @@ def connect(
     try:
         optimizers: list[torch.optim.Optimizer] = []
         plan: Plan | None = None
+        recipe: Recipe | None = None
         try:
             if start not in STARTS:
                 known = ", ".join(map(repr, STARTS))
                 raise ValueError(f"start must be one of {known}, but is {start!r}")
             check_kind(link.kind, link.max_ctas)
-            optimizers, plan = prepare()
+            optimizers, plan, recipe = prepare()
         except Exception as error:
             problem = error
         arguments = {"start": start, "comm": link.kind, "max_ctas": link.max_ctas}
         agree(ranks, model, plan, config, arguments, problem)
-        assert plan is not None  # agree() has raised the problem
+        assert plan is not None and recipe is not None  # agree() has raised the problem
         like = local(next(p for p in model.parameters() if p.requires_grad))
         direct, why = choose(ranks.all, link.kind, like, link.max_ctas)
         lane = _C.make_lane(like, direct)
         carriers = carriers_for(ranks, direct, lane, config.timeout, link.max_ctas, link.wrap)
-        engine = Engine(model, optimizers, config, plan, ranks, lane, carriers, why, link)
+        engine = Engine(model, optimizers, config, recipe, plan, ranks, lane, carriers, why, link)
     except BaseException as error:
         if ranks.heartbeat is not None and problem is None:
             ranks.heartbeat.say_failed(f"attach: {error}")

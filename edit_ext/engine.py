@@ -15,10 +15,14 @@ from torch import nn
 
 from . import _C
 from .alarm import Alarm
+from .closing import flush
 from .comm import keep_for_ever
-from .config import AEDiT, Method
+from .config import Method
+from .held import Held
 from .layer import Plan
 from .mesh import ReplicaMesh
+from .methods import AEDiT
+from .recipe import Recipe
 from .schedule import Clock
 from .syncs import Syncs
 from .ticker import Ticker
@@ -51,6 +55,7 @@ class Engine:
         model: nn.Module,
         optimizers: list[torch.optim.Optimizer],
         config: Method,
+        recipe: Recipe,
         plan: Plan,
         mesh: ReplicaMesh,
         lane: _C.Lane,
@@ -60,11 +65,12 @@ class Engine:
     ) -> None:
         self.transport = transport  # what carries the syncs, and why, for people
         self.link = link
-        self.model, self.config, self.plan = model, config, plan
+        self.model, self.config, self.recipe, self.plan = model, config, recipe, plan
         self.mesh, self.lane, self.comms = mesh, lane, comms
         self.ticker = Ticker(optimizers)
-        self.clock = Clock(config)
-        self.syncs = Syncs(model, self.clock, plan, mesh, lane, comms)
+        self.clock = Clock(recipe)
+        self.held = Held(model, optimizers, recipe, plan, mesh, lane, comms)
+        self.syncs = Syncs(model, self.clock, self.held, mesh)
         self.alarm = Alarm(config, self.clock, mesh) if isinstance(config, AEDiT) else None
         self.error: str | None = None
         self.adrift: str | None = None  # why this model belongs to no run until resize() succeeds
@@ -76,14 +82,14 @@ class Engine:
         self.forward_thread: int | None = None  # thread inside a training forward of the root
         self.thread = threading.get_ident()  # thread that trains
         self.process = os.getpid()
-        self._on_gpu = any(p.is_cuda for p in self.syncs.trainable.values())
+        self._on_gpu = any(p.is_cuda for p in self.held.trainable.values())
         self._forward_since_tick = False
         self._no_root_said = False
         self._late_looked = False
         self._forwards = 0  # training forwards since the last step
         self.averager: GradientAverager | None = None
-        if config.warmup_steps and comms.replica is not None:
-            trainable = list(self.syncs.trainable.items())
+        if recipe.averaged_steps and comms.replica is not None:
+            trainable = list(self.held.trainable.items())
             self.averager = GradientAverager(
                 trainable, mesh.replica, comms.replica, lane, self.clock, self.failed
             )
@@ -102,8 +108,8 @@ class Engine:
         with self.watched():
             if self.averager is not None:
                 self.averager.reset()
-            self._switch_if_due()
-            if self.clock.armed and not self.syncs.active:
+            self.switch_if_due()
+            if self.syncs.due and not self.syncs.active:
                 self.syncs.start(done=False)
             self.forward_thread = self.thread
             self._forward_since_tick = True
@@ -116,6 +122,9 @@ class Engine:
         """After the root's forward, also when it raised."""
         if self.forward_thread == threading.get_ident():
             self.forward_thread = None
+            if self.syncs.active and self.error is None:
+                with self.watched():
+                    self.syncs.leave_root()
 
     def visit(self, module: nn.Module, wanted: list[int]) -> None:
         """Before the forward of a module that needs the layers `wanted`."""
@@ -140,14 +149,14 @@ class Engine:
                 return
             if self.averager is not None:
                 # A parameter that came after attach has a gradient of this replica alone.
-                self.syncs.check_identity()
+                self.held.check_identity()
                 if closure is None:
                     self.averager.before_step()
-            self._switch_if_due()
+            self.switch_if_due()
             # With a closure the forward is still to come; another optimizer of the same logical
             # step may follow the one that armed the sync.
             again = closure is None and self.ticker.in_last_tick(optimizer)
-            if self.clock.armed and (self._forward_since_tick or again):
+            if self.syncs.due and (self._forward_since_tick or again):
                 self._say_no_root()
                 self.syncs.start(done=False)
                 self.syncs.finish()
@@ -161,6 +170,8 @@ class Engine:
             self.syncs.finish()
         if not self.ticker.stepped(optimizer):
             return
+        with self.watched():
+            self.held.check_states()
         self.clock.tick()
         self._forwards = 0
         if self.alarm is not None and self.clock.anchored:
@@ -197,25 +208,7 @@ class Engine:
         if self.paused:
             raise RuntimeError("flush() while paused: resume() first, or detach() without flush")
         with self.watched():
-            again = self.syncs.active and self.syncs.said_done  # a flush that Ctrl-C broke off
-            self.syncs.finish()
-            if again and self.syncs.all_done():
-                return
-            if self.averager is not None:
-                self.averager.join()
-            if self.clock.warming_up:
-                return
-            self._switch_if_due()
-            if self.alarm is not None:
-                self.alarm.settle()
-                self.alarm.ask()
-            done = False
-            while not done:
-                self.syncs.start(done=True)
-                self.syncs.finish()
-                done = self.syncs.all_done()
-                if self.alarm is not None and not done:
-                    self.alarm.wait()  # else the others would sync at every step
+            flush(self)
 
     def skip_averages(self) -> None:
         """Tell the warm-up whether gradients are averaged now."""
@@ -274,7 +267,7 @@ class Engine:
             self.averager.close()
         if self._foreign():
             return
-        clean = self.error is None and not self.syncs.pipeline.in_flight
+        clean = self.error is None and not self.syncs.in_flight
         if self.alarm is not None:
             self.alarm.leave(LEAVE_SECONDS if clean else 0.0)
         if not clean:
@@ -291,7 +284,8 @@ class Engine:
         if hasattr(self, "averager") and not self.closed:
             self.close()
 
-    def _switch_if_due(self) -> None:
+    def switch_if_due(self) -> None:
+        """At the end of the warm-up the weights become anchors."""
         if self.clock.switch_pending:
             self.syncs.switch()
             if self.alarm is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from .config import AEDiT, EDiT
-from .schedule import Clock, sync_steps
+from .methods import AEDiT
+from .recipe import Track
+from .sharding import local
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -17,38 +19,64 @@ SHOWN = 8  # steps listed before "..."
 
 def explain(engine: Engine, steps: int | None = None) -> str:
     """Layers in order, syncs of the next `steps` steps (default: two windows), bytes, memory."""
-    config, clock, mesh = engine.config, engine.clock, engine.mesh
-    window = config.sync_every if isinstance(config, EDiT) else 0
-    last = clock.step + (2 * window if steps is None else steps)
-    due = sum(1 for _ in sync_steps(clock.step + 1, last, config))
+    config, clock, mesh, recipe = engine.config, engine.clock, engine.mesh, engine.recipe
+    finite = [track.every for track in recipe.tracks if not math.isinf(track.every)]
+    last = clock.step + (2 * int(max(finite, default=0)) if steps is None else steps)
     lines = [
         f"{config.name} over {_count(mesh.replica.size, 'replica')}{_shards(engine)}, this is "
         f"{mesh.all.name(mesh.all.rank)}; step {clock.step}, {clock.sync_index} syncs so far",
-        _by_time(engine) if engine.alarm is not None else _by_steps(clock, window, last, due),
     ]
+    if engine.alarm is not None:
+        lines.append(_by_time(engine))
+    else:
+        lines.extend(_by_steps(engine, number, last) for number in range(len(recipe.tracks)))
     lines.append(f"transport: {engine.transport}")
     if clock.warming_up:
-        lines.append(f"warm-up: gradients are averaged until step {config.warmup_steps}")
+        until = recipe.averaged_steps
+        said = "at every step" if math.isinf(until) else f"until step {until}"
+        lines.append(f"warm-up: gradients are averaged {said}")
+    if not recipe.tracks:
+        return "\n".join([*lines, *_bytes(engine, last), *_memory(engine)])
     where = (
         "before the root's forward, because " + engine.plan.whole
         if engine.plan.whole
         else ("each at its own forward")
     )
-    ahead = f"{config.prefetch} in flight" if config.prefetch else "none ahead (blocking)"
+    ahead = f"{recipe.prefetch} in flight" if recipe.prefetch else "none ahead (blocking)"
+    if recipe.late:
+        ahead = "in flight meanwhile"
+    if recipe.tracks[0].at_step:
+        where = "before the step"
     lines.append(f"layers are waited for {where}; {ahead}; order: {_order_known(engine)}")
     lines.extend(_layers(engine))
-    lines.extend(_bytes(engine, due, last))
+    lines.extend(_bytes(engine, last))
     lines.extend(_memory(engine))
     return "\n".join(lines)
 
 
-def _by_steps(clock: Clock, window: int, last: int, due: int) -> str:
-    shown = list(islice(sync_steps(clock.step + 1, last, clock.config), SHOWN))
-    listed = ", ".join(map(str, shown)) + (", ..." if due > len(shown) else "")
+def _by_steps(engine: Engine, number: int, last: int) -> str:
+    clock, track = engine.clock, engine.recipe.tracks[number]
+    steps = [step for step, due in clock.sync_steps(last) if number in due]
+    shown = list(islice(steps, SHOWN))
+    listed = ", ".join(map(str, shown)) + (", ..." if len(steps) > len(shown) else "")
+    name = "syncs" if len(engine.recipe.tracks) == 1 else f"syncs of {track.name}"
     return (
-        f"syncs: a window of {window} steps; in steps {clock.step + 1} to {last}: {due}"
+        f"{name}: {_window(track)}; in steps {clock.step + 1} to {last}: {len(steps)}"
         + f", each in the forward that follows step {listed}" * bool(shown)
     )
+
+
+def _window(track: Track) -> str:
+    if math.isinf(track.every):
+        return "never"
+    said = f"a window of {track.every} steps"
+    if track.seed is not None:
+        said += " on average, by chance"
+    if track.delay:
+        said += f", in place {track.delay} steps later"
+        if track.keep:
+            said += f" with {track.keep:g} of the local weights"
+    return said
 
 
 def _by_time(engine: Engine) -> str:
@@ -76,47 +104,59 @@ def _order_known(engine: Engine) -> str:
 def _layers(engine: Engine) -> list[str]:
     """One line per layer in the order of the exchange."""
     lines = [f"  {'layer':32} {'parameters':>12} {'tensors':>8}  dtype"]
-    for index in engine.syncs.pipeline.order:
-        layer = engine.syncs.layers[index]
+    held = engine.held
+    for index in held.of(set(range(len(held.recipe.tracks))), engine.syncs.order):
+        layer = held.layers[index]
         count = sum(t.numel() for t in layer.params)
         dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in layer.params}))
         lines.append(f"  {layer.name:32} {count:12,} {len(layer.params):8}  {dtypes}")
     return lines
 
 
-def _bytes(engine: Engine, due: int, last: int) -> list[str]:
+def _bytes(engine: Engine, last: int) -> list[str]:
     """What one rank sends."""
-    group, config = engine.mesh.replica, engine.config
+    group, config, recipe, held = engine.mesh.replica, engine.config, engine.recipe, engine.held
     if group.size == 1:
         return ["bytes: with one replica no layer is exchanged"]
     share = 2 * (group.size - 1) / group.size
-    width = 2 if config.wire == "bf16" else 4
-    payload = sum(layer.size for layer in engine.syncs.layers) * width * share
-    warm = max(0, min(config.warmup_steps, last) - engine.clock.step)
-    own = sum(p.numel() for layer in engine.syncs.anchored_layers() for p in layer.params)
-    gradients = own * 4 * share
-    return [
-        f"wire {config.wire} between ranks {group.ranks}; "
+    width = 2 if recipe.wire == "bf16" else 4
+    warm = max(0, min(recipe.averaged_steps, last) - engine.clock.step)
+    gradients = sum(local(p).numel() for p in held.trainable.values()) * 4 * share
+    lines = [
+        f"wire {recipe.wire} between ranks {group.ranks}; "
         f"a peer silent for {config.timeout:g} s is given up",
-        f"each rank sends {_size(payload)} of payload per sync"
-        + f", {_size(payload * due)} in the {due} syncs above" * (engine.alarm is None)
-        + (f"; {_size(gradients)} per warm-up step, {warm} to come" * bool(warm)),
     ]
+    steps = list(engine.clock.sync_steps(last))
+    for number, track in enumerate(recipe.tracks):
+        elements = sum(held.layers[index].size for index in held.of({number}, engine.syncs.order))
+        if track.states is not None and not elements:
+            lines.append(
+                f"each rank will send {track.name} too: a state of the optimizer, unknown yet"
+            )
+            continue
+        payload, due = elements * width * share, sum(1 for _, tracks in steps if number in tracks)
+        name = "sync" if len(recipe.tracks) == 1 else f"sync of {track.name}"
+        lines.append(
+            f"each rank sends {_size(payload)} of payload per {name}"
+            + f", {_size(payload * due)} in the {due} syncs above" * (engine.alarm is None)
+        )
+    if warm:
+        lines[-1] += f"; {_size(gradients)} per warm-up step, {warm} to come"
+    return lines
 
 
 def memory(engine: Engine) -> dict[str, int]:
     """Bytes that attach has added on this rank so far, by kind. What ends in ON_HOST is in pinned
     memory of the host, everything else where the parameters are."""
-    syncs, kinds = engine.syncs, {}
-    count = len(syncs.anchored_layers()) if engine.config.offload else 0
-    for where, layers in (("", syncs.layers[count:]), (ON_HOST, syncs.layers[:count])):
-        if layers:
-            momenta = [layer.momentum for layer in layers]
-            kinds["anchors" + where] = sum(layer.anchor.nbytes for layer in layers)
-            kinds["outer momentum" + where] = sum(m.nbytes for m in momenta if m is not None)
-    kinds["detectors"] = sum(layer.detector.nbytes for layer in syncs.layers)
-    kinds["buffers of layers in flight"] = syncs.pool.bytes
-    return kinds
+    held, where = engine.held, ON_HOST if engine.recipe.offload else ""
+    anchors = [layer.anchor for layer in held.anchored()]
+    momenta = [layer.momentum for layer in held.anchored()]
+    return {
+        "anchors" + where: sum(a.nbytes for a in anchors if a is not None),
+        "outer momentum" + where: sum(m.nbytes for m in momenta if m is not None),
+        "detectors": sum(layer.detector.nbytes for layer in held.layers),
+        "buffers of layers in flight": held.pool.bytes,
+    }
 
 
 def _memory(engine: Engine) -> list[str]:
@@ -124,7 +164,7 @@ def _memory(engine: Engine) -> list[str]:
     listed = ", ".join(f"{kind} {_size(count)}" for kind, count in kinds.items())
     host = sum(count for kind, count in kinds.items() if kind.endswith(ON_HOST))
     said = f"{_size(sum(kinds.values()) - host)} on this rank"
-    if engine.config.offload:
+    if engine.recipe.offload:
         said += f"'s device and {_size(host)} in pinned memory of its host"
     return [f"memory: {said} so far: {listed}"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -71,7 +72,7 @@ class Handle:
         rate can follow where replicas differ in speed, since it is the same on all of them."""
         engine = self._engine
         engine.syncs.settle()
-        warmup = min(engine.clock.step, engine.config.warmup_steps)
+        warmup = min(engine.clock.step, engine.recipe.averaged_steps)
         return warmup + engine.clock.shown_steps / engine.mesh.replica.size
 
     @property
@@ -94,7 +95,10 @@ class Handle:
     @outer_lr.setter
     def outer_lr(self, value: float) -> None:
         self._engine.check()
-        type(self._engine.config)(outer_lr=value)  # raises in a sentence if it cannot work
+        config = self._engine.config
+        if "outer_lr" not in config.as_dict():
+            raise ValueError(f"{config.name} has no outer_lr: its outer step is a mean")
+        replace(config, outer_lr=value)  # type: ignore[call-arg]  # raises if it cannot work
         self._engine.syncs.outer_lr = float(value)
 
     def flush(self) -> None:
@@ -208,17 +212,17 @@ class Handle:
         if not self._engine.clock.anchored:
             yield
             return
-        syncs = self._engine.syncs
-        syncs.refresh()
-        params = [param for layer in syncs.anchored_layers() for param in layer.params]
+        held = self._engine.held
+        held.refresh()
+        params = [param for layer in held.anchored() for param in layer.params]
         own = [param.detach().clone() for param in params]
         self._engine.swapped = True
         try:
-            for layer in syncs.anchored_layers():
+            for layer in held.anchored():
                 layer.restore()
             yield
         finally:
-            syncs.refresh()  # a forward inside may have gathered the agreed weights
+            held.refresh()  # a forward inside may have gathered the agreed weights
             with torch.no_grad():
                 for param, value in zip(params, own, strict=True):
                     param.detach().copy_(value)

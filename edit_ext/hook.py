@@ -10,13 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
 from .checks import check_average_buffers, check_model, check_offload, check_optimizers
-from .config import METHODS, Method
+from .config import Method
 from .connect import connect, peers
 from .engine import live_engines
 from .handle import Handle
 from .layer import Plan, find_layers
 from .mesh import Members
+from .methods import METHODS
 from .module_hooks import register
+from .recipe import Recipe
 from .resize import take_over
 from .transport import Link
 
@@ -85,21 +87,32 @@ def _prepare(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     config: Method,
     layers: Sequence[str | nn.Module] | None,
-) -> tuple[list[torch.optim.Optimizer], Plan]:
+) -> tuple[list[torch.optim.Optimizer], Plan, Recipe]:
     """What can be checked without the peers."""
     if not isinstance(config, METHODS):
-        known = " or ".join(f"edit_ext.{method.__name__}" for method in METHODS)
-        raise TypeError(f"config must be an {known}, not {type(config).__name__}")
-    check_model(model, warmup=config.warmup_steps > 0)
-    if config.offload:
+        known = ", ".join(method.__name__ for method in METHODS)
+        raise TypeError(
+            f"config must be one of edit_ext's methods ({known}), not {type(config).__name__}"
+        )
+    check_model(model, warmup=config.averages)
+    optimizers = check_optimizers(model, optimizer)
+    recipe = config.recipe(optimizers)
+    if recipe.offload:
         check_offload(model)
-    if config.average_buffers:
+    if recipe.average_buffers:
         check_average_buffers(model)
-    owned = {id(p): name for e in live_engines() for name, p in e.syncs.trainable.items()}
+    owned = {id(p): name for e in live_engines() for name, p in e.held.trainable.items()}
     for name, param in model.named_parameters():
         if id(param) in owned:
             raise ValueError(
                 f"parameter {name!r} is attached already, by an earlier attach(); detach() its "
                 "handle first"
             )
-    return check_optimizers(model, optimizer), find_layers(model, layers, config.granularity)
+    plan = find_layers(model, layers, recipe.granularity)
+    if recipe.fragments > len(plan.units):
+        names = ", ".join(repr(unit.name) for unit in plan.units)
+        raise ValueError(
+            f"fragments={recipe.fragments}, but the model has only {len(plan.units)} layers "
+            f"({names}); layers= can cut it finer"
+        )
+    return optimizers, plan, recipe

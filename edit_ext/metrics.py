@@ -38,8 +38,9 @@ class Metrics:
         self._compared = 0
         self._same_syncs = 0
 
-    def add(self, step: int, layer: str, stats: dict[str, Any]) -> None:
-        """Record one layer of one sync; `stats` as `_C.Layer.stats()` gives it."""
+    def add(self, step: int, layer: str, stats: dict[str, Any], *, anchored: bool = True) -> None:
+        """Record one layer of one sync; `stats` as `_C.Layer.stats()` gives it. anchored: whether
+        its norms say how far weights have moved."""
         own = stats["begin_seconds"] + stats["write_back_seconds"]
         exposed = own + stats["wait_seconds"]
         self.totals.sync_seconds += own + stats["exchange_seconds"]
@@ -70,8 +71,9 @@ class Metrics:
         if stats["void"]:
             return  # nothing is lost, nothing was decided
         self._watch_skips(layer, stats)
-        self._watch_idle(layer, stats)
-        self._compare(stats)
+        if anchored:
+            self._watch_idle(layer, stats)
+            self._compare(stats)
 
     def end_sync(self, *, void: bool = False) -> None:
         """All layers of a sync are recorded."""

@@ -11,8 +11,10 @@ from .comm import RankGroup
 
 def gather(layer: _C.Layer, group: RankGroup, what: str) -> Tensor:
     """A layer's outer momentum from the pieces of all replicas, [replicas * piece] fp32 on the
-    host. Collective over the replica group, unless every replica holds all of it."""
-    assert layer.momentum is not None  # every anchored layer has one
+    host; empty if there is none. Collective over the replica group, unless every replica holds all
+    of it."""
+    if layer.momentum is None:
+        return torch.zeros(0)
     mine = layer.momentum.cpu()
     if layer.whole_momentum:
         return mine
@@ -21,7 +23,8 @@ def gather(layer: _C.Layer, group: RankGroup, what: str) -> Tensor:
 
 def put(layer: _C.Layer, whole: Tensor, replica: int) -> None:
     """Keep of a whole momentum, `size` elements or more, what this replica has to hold."""
-    assert layer.momentum is not None
+    if layer.momentum is None:
+        return
     here = layer.momentum
     first = 0 if layer.whole_momentum else replica * here.numel()
     part = whole[first : first + here.numel()]

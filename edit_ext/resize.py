@@ -24,7 +24,6 @@ from .engine import Engine
 from .layer import clean
 from .mesh import Members
 from .metrics import Metrics
-from .schedule import COUNTS
 from .start import broadcast_into, tensors_of
 
 PATIENCE = 10.0  # seconds for an exchange to end after its group was aborted
@@ -39,7 +38,7 @@ class Carried:
     anchors: list[Tensor]
     """[size] fp32 for each layer of parameters."""
     momenta: list[Tensor]
-    """All of it, or the piece that this replica owned."""
+    """All of it, or the piece that this replica owned; empty where there is none."""
     detectors: list[Tensor]
     metrics: Metrics
     bytes_sent: int
@@ -56,14 +55,19 @@ def leave(engine: Engine, refusal: str) -> Carried:
         refusal = "inside anchor_weights(): leave the context first"
     elif engine.syncs.active and engine.error is None:
         refusal = "while a sync is in progress; call it after optimizer.step()"
+    elif engine.syncs.in_flight and engine.error is None:
+        refusal = (
+            f"while {engine.config.name} has an exchange in flight whose result is due later; call "
+            "flush() before"
+        )
     if engine.error is not None and refusal:
         raise RuntimeError(f"resize() was refused: {refusal}")
     together = engine.error is None and _all_come(engine, refusal)
-    layers = engine.syncs.anchored_layers()
+    layers = engine.held.anchored()
     if together:
         with engine.watched():
             engine.syncs.settle()
-            engine.syncs.refresh()
+            engine.held.refresh()
             if engine.alarm is not None:
                 engine.alarm.settle()
             group = engine.mesh.replica
@@ -77,10 +81,11 @@ def leave(engine: Engine, refusal: str) -> Carried:
                 f"resize(): an exchange of the failed group has not ended within {PATIENCE:g} s"
             )
         engine.syncs.give_up()
-        momenta = [layer.momentum.cpu() for layer in layers if layer.momentum is not None]
+        empty = torch.zeros(0)
+        momenta = [empty if (m := layer.momentum) is None else m.cpu() for layer in layers]
     return Carried(
         _about(engine, momenta, together or all(layer.whole_momentum for layer in layers)),
-        [layer.anchor for layer in layers],
+        [layer.anchor for layer in layers if layer.anchor is not None],
         momenta,
         [layer.detector.cpu() for layer in layers],
         engine.syncs.metrics,
@@ -96,7 +101,7 @@ def rejoin(old: Engine, group: Members | None, carried: Carried) -> Engine:
         "join",
         old.link,
         lambda: peers(old.model, None, group),
-        lambda: (old.ticker.optimizers, old.plan),
+        lambda: (old.ticker.optimizers, old.plan, old.recipe),
     )
     take_over(engine, carried)
     engine.paused = old.paused
@@ -157,7 +162,7 @@ class _Old:
         self.first = max(going_on, key=progress)
         self.column = [row[shard] for row in rows]
         self.source: dict[str, Any] = self.column[self.first] or {}
-        self.armed = any(t["counts"]["armed"] for t in here)
+        self.armed = sorted({track for t in here for track in t["counts"]["armed"]})
         self.lost = set(range(self.source["replicas"])) - {s for s in self.seats if s is not None}
 
     def share(self, layer: int, replica: int) -> tuple[int, int]:
@@ -185,7 +190,12 @@ def _all_come(engine: Engine, refusal: str) -> bool:
 
 
 def _about(engine: Engine, momenta: list[Tensor], whole: bool) -> dict[str, Any]:
-    layers, units = engine.syncs.anchored_layers(), engine.plan.units
+    layers, units = engine.held.anchored(), engine.plan.units
+    # Of anchors a replica owns what it owns of the momentum.
+    held = [
+        tensor.numel() or (layer.size if whole else layer.piece)
+        for tensor, layer in zip(momenta, layers, strict=True)
+    ]
     clock, alarm = engine.clock, engine.alarm
     return {
         "run": engine.mesh.run,
@@ -194,12 +204,13 @@ def _about(engine: Engine, momenta: list[Tensor], whole: bool) -> dict[str, Any]
         "shard": engine.mesh.shard.rank,
         "anchored": clock.anchored,
         "sync_index": clock.sync_index,
-        "counts": {name: getattr(clock, name) for name in COUNTS},
+        "counts": clock.counts(),
         "elapsed": alarm.elapsed if alarm is not None else 0.0,
         "outer_lr": engine.syncs.outer_lr,
-        "order": [units[i].name for i in engine.syncs.order()] if clock.sync_index else [],
+        "order": [units[i].name for i in engine.syncs.order] if clock.sync_index else [],
         "sizes": [layer.size for layer in layers],
-        "held": [tensor.numel() for tensor in momenta],
+        "held": held,
+        "momentum": engine.recipe.momentum is not None,
         "whole": whole,
     }
 
@@ -215,7 +226,7 @@ def _take_counts(engine: Engine, old: _Old, carried: Carried | None) -> None:
         counts[name] = round(mean * engine.mesh.replica.size)
     engine.clock.restore(counts)
     if engine.alarm is not None:
-        asked = counts["sync_index"] + old.armed
+        asked = counts["sync_index"] + bool(old.armed)
         engine.alarm.load(asked, about["elapsed"], running=counts["anchored"])
     engine.syncs.outer_lr = old.source["outer_lr"]
     if old.source["order"]:
@@ -229,7 +240,7 @@ def _take_layers(engine: Engine, old: _Old, carried: Carried | None) -> None:
     group = engine.mesh.replica
     seats = [seat if seat is not None else old.seats[old.first] for seat in old.seats]
     lost = 0
-    for index, layer in enumerate(engine.syncs.anchored_layers()):
+    for index, layer in enumerate(engine.held.anchored()):
         what = f"resize, layer {layer.name!r}"
         anchor, whole = torch.zeros(layer.size), torch.zeros(layer.size)
         detectors = torch.zeros(old.source["replicas"], 5, dtype=torch.float64)
@@ -242,12 +253,13 @@ def _take_layers(engine: Engine, old: _Old, carried: Carried | None) -> None:
             first, count = old.share(index, replica)
             if carried is not None and group.rank == new:
                 mine = carried.momenta[index]
-                whole[first : first + count] = mine[:count]
+                whole[first : first + len(mine[:count])] = mine[:count]
                 anchor[first : first + count] = carried.anchors[index][first : first + count]
             for tensor in (anchor, whole):
                 group.broadcast(tensor[first : first + count], what, new)
-        if not old.source["whole"]:
+        if old.source["momentum"] and not old.source["whole"]:
             lost += sum(old.share(index, gone)[1] for gone in old.lost)
+        assert layer.anchor is not None
         layer.anchor.copy_(anchor)
         layer.detector.copy_(detectors[seats])
         momentum.put(layer, whole, group.rank)

@@ -2,56 +2,51 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from .config import EDiT, Method
-
-
-def is_due(step: int, config: Method) -> bool:
-    """Whether the number of complete optimizer steps arms a sync (Algorithm 1)."""
-    if not isinstance(config, EDiT):
-        return False  # the alarm does
-    local = step - config.warmup_steps
-    return local > 0 and local % config.sync_every == 0
-
-
-def sync_steps(first: int, last: int, config: Method) -> Iterator[int]:
-    """The steps in [first, last] after which a sync is armed, in order."""
-    return (step for step in range(max(first, 1), last + 1) if is_due(step, config))
-
+from .recipe import Recipe
 
 COUNTS = (
     "step", "sync_index", "window_steps", "agreed_steps", "shown_steps", "anchored", "armed",
+    "base",
 )  # fmt: skip
 
 
-@dataclass
 class Clock:
     """Counts completed optimizer steps of this replica and the syncs that all replicas share."""
 
-    config: Method
-    step: int = 0
-    """Completed optimizer steps, warm-up included."""
-    sync_index: int = 0
-    """Syncs begun; equal on all replicas, since every replica takes part in every sync."""
-    window_steps: int = 0
-    """Local steps of this replica in the window, those of void syncs included once these have
-    settled."""
-    agreed_steps: int = 0
-    """Local steps of all replicas together in the windows that are closed."""
-    shown_steps: int = 0
-    """The same and those that the last sync, if it was void, has found in the open window."""
-    anchored: bool = False
-    """Whether the anchors have been captured: the switch from warm-up to local steps is done."""
-    armed: bool = False
-    """Whether the next training forward starts a sync."""
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.step = 0
+        """Completed optimizer steps, warm-up included."""
+        self.sync_index = 0
+        """Syncs begun; equal on all replicas, since every replica takes part in every sync."""
+        self.window_steps = [0] * len(recipe.tracks)
+        """Local steps of this replica in the open window of each track, those of void syncs
+        included once these have settled."""
+        self.agreed_steps = 0
+        """Local steps of all replicas together in the closed windows of the first track."""
+        self.shown_steps = 0
+        """The same and those that its last sync, if it was void, has found in the open window."""
+        self.anchored = False
+        """Whether the anchors have been captured: the switch to local steps is done."""
+        self.armed: set[int] = set()
+        """Tracks of which the next training forward starts a sync."""
+        self.base = 0 if math.isinf(recipe.averaged_steps) else int(recipe.averaged_steps)
+        """Steps before those that the tracks count."""
+        self._ahead = 0  # of a replica that makes no more steps: how far its peers have come
+
+    @property
+    def local(self) -> int:
+        """Steps that the tracks have counted."""
+        return self.step - self.base
 
     @property
     def warming_up(self) -> bool:
         """Whether gradients are still averaged over the replicas at every step."""
-        return self.step < self.config.warmup_steps
+        return self.step < self.recipe.averaged_steps
 
     @property
     def switch_pending(self) -> bool:
@@ -61,31 +56,72 @@ class Clock:
     def tick(self) -> None:
         """One optimizer step is complete. Nothing is read yet: a sync that is due is only armed."""
         if not self.warming_up:
-            self.window_steps += 1
+            self.window_steps = [steps + 1 for steps in self.window_steps]
         self.step += 1
-        if is_due(self.step, self.config):
-            self.armed = True
+        if not self.warming_up:
+            self.armed |= self.recipe.due(self.local)
+
+    def sync_steps(self, last: int) -> Iterator[tuple[int, set[int]]]:
+        """The steps up to `last` after which a sync will be armed, and its tracks, in order."""
+        for step in range(max(self.step, self.base) + 1, last + 1):
+            if due := self.recipe.due(step - self.base):
+                yield step, due
+
+    def arm(self) -> None:
+        """The next training forward starts a sync of everything."""
+        self.armed = self.recipe.every_track
+
+    def arm_next(self) -> None:
+        """This replica makes no more steps: arm what its peers will sync next."""
+        if not self.armed:
+            self._ahead, self.armed = self.recipe.next_due(max(self._ahead, self.local))
+
+    def begin_again(self) -> None:
+        """Every window was closed at once. Where there are several clocks they start anew, so that
+        replicas with unequal numbers of steps go on with the same syncs in the same order."""
+        if len(self.recipe.tracks) > 1:
+            self.base = self.step
+        self._ahead = 0
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Take over the counts of a checkpoint."""
         for name in COUNTS:
             setattr(self, name, saved[name])
+        self.window_steps = list(saved["window_steps"])
+        self.armed = set(saved["armed"])
 
-    def begin_sync(self) -> tuple[int, int]:
-        """Start the next sync; returns its index (from 1) and the steps in the window it closes."""
-        steps = self.window_steps
+    def counts(self) -> dict[str, Any]:
+        """What `restore` takes, as plain numbers."""
+        return {
+            **{name: getattr(self, name) for name in COUNTS},
+            "window_steps": list(self.window_steps),
+            "armed": sorted(self.armed),
+        }
+
+    def begin_sync(self) -> tuple[int, dict[int, int]]:
+        """Start the next sync: its index (from 1), and of each of its tracks the steps in the
+        window that it closes."""
         self.sync_index += 1
-        self.window_steps = 0
-        self.armed = False
+        steps = {track: self.window_steps[track] for track in sorted(self.armed)}
+        for track in steps:
+            self.window_steps[track] = 0
+        self.armed = set()
         return self.sync_index, steps
 
+    def give_back(self, windows: dict[int, int]) -> None:
+        """A sync was broken off: its windows are open still, and it is due again."""
+        for track, steps in windows.items():
+            self.window_steps[track] += steps
+            self.armed.add(track)
+
     def settle(self, steps: list[int], own: int, *, void: bool) -> None:
-        """What has become of the window that `begin_sync` closed, perhaps some steps ago.
+        """What has become of the first track's window that `begin_sync` closed, perhaps some steps
+        ago.
 
         steps: of each replica in it; own: this replica's.
         """
         self.shown_steps = self.agreed_steps + sum(steps)
         if void:
-            self.window_steps += own
+            self.window_steps[0] += own
         else:
             self.agreed_steps = self.shown_steps

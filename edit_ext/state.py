@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from .engine import Engine
-from .schedule import COUNTS
 from .sharding import local
+from .syncs import Sync
 
-FORMAT = 4
+FORMAT = 5
 KEYS = (
     "method", "config", "outer_lr", "replica", "replicas", "shard", "shards", "step", "sync_index",
     "window_steps", "agreed_steps", "shown_steps", "anchored", "armed", "asked", "elapsed", "order",
-    "anchors", "layers",
+    "anchors", "layers", "base", "flights",
 )  # fmt: skip
 LAYER_KEYS = ("params", "momentum", "detector")
 
@@ -27,7 +27,7 @@ def state_dict(engine: Engine) -> dict[str, Any]:
     counts = read_counts(engine)
     anchors: dict[str, torch.Tensor] = {}
     layers: dict[str, dict[str, Any]] = {}
-    for layer, unit in zip(engine.syncs.anchored_layers(), engine.plan.units, strict=True):
+    for layer, unit in zip(engine.held.anchored(), engine.plan.units, strict=False):
         anchors.update(zip(unit.params, layer.anchor_like(), strict=True))
         momentum = layer.momentum
         layers[unit.name] = {
@@ -42,11 +42,12 @@ def state_dict(engine: Engine) -> dict[str, Any]:
         "outer_lr": engine.syncs.outer_lr,
         **_seat(engine),
         **counts,
-        "order": [engine.plan.units[i].name for i in engine.syncs.order()]
+        "order": [engine.plan.units[i].name for i in engine.syncs.order]
         if counts["sync_index"]
         else [],
         "anchors": anchors,
         "layers": layers,
+        "flights": read_flights(engine),
     }
 
 
@@ -55,17 +56,19 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
     """Take over a state; nothing is changed if it does not fit. See `Handle.load_state_dict`."""
     _refuse_open_sync(engine, "load_state_dict()")
     _check(engine, state)
+    refuse_flights(engine)
     take_counts(engine, state)
     engine.syncs.outer_lr = state["outer_lr"]
     if state["order"]:
         places = {unit.name: index for index, unit in enumerate(engine.plan.units)}
         engine.syncs.set_order([places[name] for name in state["order"]])
-    for layer, unit in zip(engine.syncs.anchored_layers(), engine.plan.units, strict=True):
+    for layer, unit in zip(engine.held.anchored(), engine.plan.units, strict=False):
         saved = state["layers"][unit.name]
         layer.load_anchor([state["anchors"][name] for name in unit.params])
         layer.detector.copy_(saved["detector"])
         if layer.momentum is not None:
             layer.momentum.copy_(saved["momentum"])
+    take_flights(engine, state["flights"])
     engine.warmup_may_be_over()
 
 
@@ -77,7 +80,7 @@ def read_counts(engine: Engine) -> dict[str, Any]:
             engine.alarm.settle()
     clock, alarm = engine.clock, engine.alarm
     return {
-        **{name: getattr(clock, name) for name in COUNTS},
+        **clock.counts(),
         "asked": alarm.asked if alarm is not None else 0,
         "elapsed": alarm.elapsed if alarm is not None else 0.0,
     }
@@ -89,6 +92,34 @@ def take_counts(engine: Engine, saved: dict[str, Any]) -> None:
     engine.clock.restore(saved)
     if engine.alarm is not None:
         engine.alarm.load(saved["asked"], saved["elapsed"], running=engine.clock.anchored)
+
+
+def read_flights(engine: Engine) -> list[dict[str, Any]]:
+    """What is in flight and lands later: `windows`, `due` and `keep` of a sync, and by parameter
+    the `steps` that will be taken off the anchors, shaped like this rank's part. Waits for it."""
+    with engine.watched():
+        engine.syncs.wait_for_flights()
+    flights = []
+    for sync in engine.syncs.airborne:
+        steps: dict[str, torch.Tensor] = {}
+        for index in sorted(sync.layers):
+            layer, unit = engine.held.layers[index], engine.plan.units[index]
+            steps.update(zip(unit.params, layer.step_in_flight(), strict=True))
+        windows = [list(item) for item in sync.windows.items()]
+        flights.append({"windows": windows, "due": sync.due, "keep": sync.keep, "steps": steps})
+    return flights
+
+
+def take_flights(engine: Engine, flights: list[dict[str, Any]]) -> None:
+    """Put in flight what `read_flights` has found."""
+    for flight in flights:
+        steps = flight["steps"]
+        sync = Sync(dict(flight["windows"]), due=flight["due"], keep=flight["keep"])
+        for index, unit in enumerate(engine.plan.units):
+            if all(name in steps for name in unit.params):
+                engine.held.layers[index].load_step([steps[name] for name in unit.params])
+                sync.layers.add(index)
+        engine.syncs.airborne.append(sync)
 
 
 def _seat(engine: Engine) -> dict[str, int]:
@@ -104,6 +135,15 @@ def _seat(engine: Engine) -> dict[str, int]:
 def _refuse_open_sync(engine: Engine, what: str) -> None:
     if engine.syncs.active:
         raise RuntimeError(f"{what} while a sync is in progress; call it after optimizer.step()")
+
+
+def refuse_flights(engine: Engine) -> None:
+    """Raise RuntimeError if something is in flight that a state would have to replace."""
+    if engine.syncs.in_flight:
+        raise RuntimeError(
+            "a state cannot be loaded over an exchange in flight; load right after attach, or call "
+            "flush() before"
+        )
 
 
 def _refuse_missing(what: str, holder: dict[str, Any], keys: Iterable[str]) -> None:
@@ -131,8 +171,8 @@ def _check(engine: Engine, state: dict[str, Any]) -> None:
                 f"the state has {name} {state[name]!r}, this run has {value!r}; a state continues "
                 "on the rank that saved it, with the same number of replicas and shards"
             )
-    held = {layer.name: layer.momentum for layer in engine.syncs.anchored_layers()}
-    for unit in engine.plan.units:
+    held = {layer.name: layer.momentum for layer in engine.held.anchored()}
+    for unit in engine.plan.units[: engine.held.units]:
         saved = state["layers"].get(unit.name)
         if saved is None:
             raise ValueError(f"the state lacks the layer {unit.name!r}")
@@ -147,7 +187,7 @@ def _check(engine: Engine, state: dict[str, Any]) -> None:
             raise ValueError(
                 f"layer {unit.name!r} has {here_too.numel()} elements of outer momentum on this "
                 f"replica, in the state {momentum.numel()}; it was saved with momentum="
-                f"{state['config'].get('momentum')!r}, this run has {engine.config.momentum!r}: "
+                f"{state['config'].get('momentum')!r}, this run has {engine.recipe.momentum!r}: "
                 "Handle.checkpoint() can go on with another setting, a state cannot"
             )
         _refuse_missing("'anchors' in the state", state["anchors"], unit.params)

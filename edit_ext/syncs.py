@@ -1,99 +1,91 @@
-"""The syncs of one attached model: its layers, their order, and the switch that makes anchors."""
+"""The syncs of one attached model, one after the other, and the switch that makes anchors."""
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import _C, fsdp
-from .checks import IdentityWatch, persistent_buffers
-from .layer import Plan, Unit
+from .config import MEAN
+from .held import Held
 from .mesh import ReplicaMesh
 from .metrics import Metrics
 from .pipeline import Pipeline
 from .schedule import Clock
-from .sharding import counts_here, local
+from .sharding import local
 from .start import broadcast_into, values_digest
-from .transport import Carriers
 
-BUFFERS = "(buffers)"
+
+@dataclass
+class Sync:
+    """One sync from its begin until all its results are in place."""
+
+    windows: dict[int, int]
+    """Steps of this replica in the window of each of its tracks."""
+    layers: set[int] = field(default_factory=set)
+    """Late layers of it that are in flight."""
+    due: int = 0
+    """The step after which those land."""
+    keep: float = 0.0
+    """The share of the local weights that stays then."""
+    first: _C.Layer | None = None
+    """A layer that tells what all replicas have said; None where a saved state has brought it."""
 
 
 class Syncs:
-    """Holds the memory of all layers and takes them through sync after sync.
+    """Takes the layers through sync after sync.
 
     Collective calls come in one static order on all ranks: the switch, the order of layers, then
-    sync after sync, layer after layer. The layer of buffers, if there is one, is the last of
-    `layers` and the first in the order, because the forward itself changes buffers.
+    sync after sync, layer after layer.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        clock: Clock,
-        plan: Plan,
-        mesh: ReplicaMesh,
-        lane: _C.Lane,
-        comms: Carriers,
-    ) -> None:
-        config = clock.config
-        self.plan = plan
-        self.metrics = Metrics()
-        self.outer_lr = float(config.outer_lr)
-        self.trainable = {name: p for unit in plan.units for name, p in unit.params.items()}
-        self._gathering = fsdp.fsdp_modules(model)
-        # One more for the layer that is fetched while those in flight are exchanged.
-        self.pool = _C.BufferPool(max(config.prefetch, 1) + config.offload)
+    def __init__(self, model: nn.Module, clock: Clock, held: Held, mesh: ReplicaMesh) -> None:
+        self.held, self.metrics = held, Metrics()
+        self._recipe = clock.recipe
+        self.outer_lr = float(self._recipe.policy.get("outer_lr", 1.0))
         self._model, self._clock, self._mesh = model, clock, mesh
-        self._lane, self._comms = lane, comms
-        for unit in plan.units:
-            # What another rank of this replica counts in its norms comes last.
-            here = {name: counts_here(p, mesh.shard.ranks) for name, p in unit.params.items()}
-            unit.params = dict(sorted(unit.params.items(), key=lambda item: not here[item[0]]))
-            unit.counted = sum(here.values())
-        self.layers = [self._parameter_layer(unit) for unit in plan.units]
-        self._buffers = self._averaged_buffers()
-        if self._buffers:
-            self.layers.append(self._buffer_layer())
-        self.pipeline = Pipeline(self.layers, config.prefetch, self._layer_done)
-        self._identity = IdentityWatch(model)
-        self._visited = list(plan.root)
+        self.pipeline = Pipeline(held.layers, self._recipe.prefetch, self._layer_done)
+        self.airborne: deque[Sync] = deque()
+        """Syncs whose results come later, oldest first."""
+        self._landing: list[Sync] = []
+        self._open: Sync | None = None
+        self.order = list(range(held.units))
+        """In which layers of parameters are exchanged: of the forward, once that is known."""
+        self.ordered = False  # on all ranks
+        self._visited = list(held.plan.root)
         self._forward_seen = False
         self.recording = True
-        self._ordered = False  # the order of layers is fixed, on all ranks
         self.said_done = False  # in the last sync that has begun
-        self._window = 0  # steps of this replica in the window that it closed
-        # What has finished and not been counted: (step, layer), None at the end of a sync. A GPU
-        # tells its statistics when it gets there, and nobody waits for it.
-        self._unsettled: deque[tuple[int, _C.Layer] | None] = deque()
+        self.of_all = False  # whether that was a sync of every track
+        # What has finished and not been counted: (step, index, layer), or a sync that is over. A
+        # GPU tells its statistics when it gets there, and nobody waits for it.
+        self._unsettled: deque[tuple[int, int, _C.Layer] | Sync] = deque()
+        self._last: _C.Layer | None = None
 
     @property
     def active(self) -> bool:
-        """Whether a sync has started and some of its layers are not done."""
+        """Whether new weights of some layer are to come before the next step."""
         return self.pipeline.active
 
-    def anchored_layers(self) -> list[_C.Layer]:
-        """The layers of parameters, without the buffers."""
-        return self.layers[: len(self.plan.units)]
-
-    def order(self) -> list[int]:
-        """The order in which layers of parameters are exchanged."""
-        return [index for index in self.pipeline.order if index < len(self.plan.units)]
+    @property
+    def in_flight(self) -> bool:
+        """Whether an exchange has begun whose result has not been written back."""
+        return self.pipeline.in_flight or bool(self.airborne) or bool(self._landing)
 
     def set_order(self, order: list[int]) -> None:
         """Fix the order for the rest of the training."""
-        self.pipeline.order = [*range(len(self.plan.units), len(self.layers)), *order]
-        self._ordered = True
-        self.recording = False
+        self.order, self.ordered, self.recording = order, True, False
 
     def enter_forward(self) -> None:
         """A training forward of the root begins: record its visits until they are needed."""
         if self.recording:
-            self._visited = list(self.plan.root)
+            self._visited = list(self.held.plan.root)
             self._forward_seen = True
 
     def leave_step(self) -> None:
@@ -102,9 +94,10 @@ class Syncs:
 
     def visit(self, module: nn.Module, wanted: list[int]) -> None:
         """`module`, which needs the layers `wanted`, is about to run."""
-        behind = self.plan.behind.get(module, ())
+        plan = self.held.plan
+        behind = plan.behind.get(module, ())
         gathered = list(dict.fromkeys(each for inner in behind for each in fsdp.gathers(inner)))
-        wanted = [*wanted, *(self.plan.sharded[m] for m in gathered if m in self.plan.sharded)]
+        wanted = [*wanted, *(plan.sharded[m] for m in gathered if m in plan.sharded)]
         if self.recording:
             self._visited += [i for i in dict.fromkeys(wanted) if i not in self._visited]
         if self.active:
@@ -114,72 +107,75 @@ class Syncs:
                 if module is not self._model:
                     fsdp.gather(each)
 
-    def refresh(self) -> None:
-        """Before parameters are read or written outside a sync, or by a new one: FSDP2 holds no
-        gathered copy, every layer knows where its parameters are, and they are those of attach."""
-        self.check_identity()
-        for layer, unit in zip(self.anchored_layers(), self.plan.units, strict=True):
-            layer.rebind([local(p) for p in unit.params.values()])
-
-    def check_identity(self) -> None:
-        """Raise RuntimeError naming a parameter that is not what it was at attach."""
-        fsdp.reshard(self._gathering)
-        self._identity.check(self._model)
-
     def switch(self) -> None:
         """From warm-up to local steps: the weights, replica 0's if they differ, become anchors."""
-        self.refresh()
+        self.held.refresh()
         if self._mesh.all.size > 1:
-            mine = values_digest(list(self.trainable.values()))
+            mine = values_digest(list(self.held.trainable.values()))
             digests = self._mesh.all.gather([mine], "the switch to local steps")
             shards = self._mesh.shard.size
             if any(row != digests[i % shards] for i, row in enumerate(digests)):
                 self._take_over()
-        for layer in self.anchored_layers():
+        for layer in self.held.anchored():
             layer.capture()
         self._clock.anchored = True
 
+    @property
+    def due(self) -> bool:
+        """Whether the next training forward has to begin or land something."""
+        return bool(self._clock.armed) or self._next_lands()
+
     def start(self, *, done: bool) -> None:
-        """Open the next sync. `done`: this replica has ended its training."""
+        """Land what is due and open the sync that is armed, if one is. `done`: this replica has
+        ended its training."""
         self.settle()
-        self.refresh()
-        self._renew_buffers()
-        if not self._ordered:
+        self.held.refresh()
+        if not self.ordered:
             self._agree_on_order()
-        sync_index, steps = self._clock.begin_sync()
-        self._window = steps
-        if self._mesh.heartbeat is not None:
-            self._mesh.heartbeat.waiting_for(sync_index)
-        self.said_done = done
-        mean, policy = self._policy(buffers=True), self._policy(buffers=False)
+        while self._next_lands() or (done and self.airborne):
+            self._land(self.airborne.popleft())
+        if self._clock.armed:
+            self._begin(done)
 
-        def begin(layer: _C.Layer) -> None:
-            rules = mean if layer.name == BUFFERS else policy
-            layer.begin(rules, sync_index=sync_index, steps=steps, done=done)
+    def wait_for_flights(self) -> None:
+        """Return when everything in flight has arrived; nothing is written."""
+        for sync in self.airborne:
+            for index in sync.layers:
+                while not self.held.layers[index].ready():
+                    time.sleep(1e-3)
 
-        self.pipeline.start(begin)
+    def land_all(self) -> None:
+        """Everything that is in flight is due now."""
+        self.held.refresh()
+        while self.airborne:
+            self._land(self.airborne.popleft())
+            self.finish()
 
     def enter_root(self) -> None:
         """The root's own forward begins inside a sync: buffers and its own parameters are due."""
         self.pipeline.look_ahead()
-        self.need(range(len(self.plan.units), len(self.layers)))
-        self.visit(
-            self._model, list(range(len(self.layers))) if self.plan.whole else self.plan.root
-        )
+        held = self.held
+        if held.buffers is not None:
+            self.need([held.buffers])
+        self.visit(self._model, held.plan.root if not held.plan.whole else self.order)
+
+    def leave_root(self) -> None:
+        """The root's forward is over: what nobody waits for before the step goes on."""
+        self.pipeline.look_ahead()
 
     def late(self) -> str | None:
         """A layer that has gradients, though the open sync has not come to it yet. Waits for a GPU
         if there is one."""
-        for index, unit in enumerate(self.plan.units):
-            if index not in self.pipeline.done:
+        for index, unit in enumerate(self.held.plan.units):
+            if self.pipeline.waits_for(index) and self.held.at_forward(index):
                 grads = [p.grad for p in unit.params.values() if p.grad is not None]
                 if any(bool(local(g).any()) for g in grads if not g.is_sparse):
                     return unit.name
         return None
 
     def need(self, wanted: Iterable[int]) -> None:
-        """Return when the results of the layers `wanted` are in their parameters."""
-        self.pipeline.need(wanted)
+        """Return when results that are due at a forward are in the parameters of these layers."""
+        self.pipeline.need(index for index in wanted if self.held.at_forward(index))
         self._maybe_over()
 
     def finish(self) -> None:
@@ -190,19 +186,61 @@ class Syncs:
 
     def give_up(self) -> None:
         """The group is gone: what a sync has not finished belongs to the open window again."""
-        fsdp.reshard(self._gathering)
-        self._identity.check(self._model)
-        if self.active:
-            self._clock.window_steps += self._window
-            self._clock.armed = True
+        self.held.check_identity()
+        for sync in [self._open, *self._landing, *self.airborne]:
+            if sync is not None:
+                self._clock.give_back(sync.windows)
         self._unsettled.clear()
 
     def all_done(self) -> bool:
         """Whether every replica has said in the last sync that it has ended its training."""
         self.settle()
-        done = self.layers[0].stats()["done"]
+        if self._last is None:
+            return False
+        done = self._last.stats()["done"]
         assert isinstance(done, list)
         return all(done)
+
+    def _next_lands(self) -> bool:
+        return bool(self.airborne) and self.airborne[0].due <= self._clock.step
+
+    def _land(self, sync: Sync) -> None:
+        self._landing.append(sync)
+        self.pipeline.land(dict.fromkeys(sync.layers, sync.keep))
+
+    def _begin(self, done: bool) -> None:
+        self.held.find_states()
+        self.held.renew_buffers()
+        index, windows = self._clock.begin_sync()
+        if self._mesh.heartbeat is not None:
+            self._mesh.heartbeat.waiting_for(index)
+        self.said_done, self.of_all = done, self._recipe.every_track <= set(windows)
+        layers = self.held.of(set(windows), self.order)
+        # Who is done waits at once, and so holds the buffers of a few layers at a time.
+        late = {i for i in layers if self.held.is_late(i) and (self._recipe.overtakes or not done)}
+        telling = [layer for layer in layers if layer < self.held.units] or layers
+        sync = Sync(windows, first=self.held.layers[telling[-1]] if telling else None)
+        self._last = None
+        tracks = [self._recipe.tracks[track] for track in windows]
+        keep = 0.0 if done and not late else max(track.keep for track in tracks)
+        if late:
+            sync.layers, sync.keep = late, keep
+            sync.due = self._clock.step + max(track.delay for track in tracks)
+        rules, mean = self._policy(), self._policy(averages=True)
+
+        def begin(layer: int) -> None:
+            self.held.renew(layer)
+            policy = rules if layer < self.held.units else mean
+            steps = windows[self.held.tracks[layer]]
+            first = self._recipe.overtakes and layer in late and not self.held.layers[layer].in_flight
+            self.held.layers[layer].begin(policy, sync_index=index, steps=steps, done=done)
+            if first:  # nothing has come back yet: x stays, and the next window starts from it
+                self.held.layers[layer].restore()
+                self._reshard(layer)
+
+        self._open = sync
+        kept = dict.fromkeys((i for i in layers if i < self.held.units and keep), keep)
+        self.pipeline.start(layers, late, begin, kept)
 
     def _take_over(self) -> None:
         warnings.warn(
@@ -210,29 +248,53 @@ class Syncs:
             "different weights; they all take replica 0's.",
             stacklevel=2,
         )
-        for name, param in self.trainable.items():
+        for name, param in self.held.trainable.items():
             broadcast_into(self._mesh.replica, param, f"switch, broadcast of {name!r}")
 
     def _agree_on_order(self) -> None:
         """Replica 0's order of visits, for all; layers that it did not visit last."""
-        rest = [index for index in range(len(self.plan.units)) if index not in self._visited]
+        rest = [index for index in range(self.held.units) if index not in self._visited]
         mine = torch.tensor([*self._visited, *rest], dtype=torch.int64)
         self._mesh.all.broadcast(mine, "the order of layers")
         self.set_order(mine.tolist())
 
     def _maybe_over(self) -> None:
         if self.pipeline.over():
-            self._unsettled.append(None)
-            self.settle(wait=False)
-            if self._mesh.heartbeat is not None:
-                self._mesh.heartbeat.reached(self._clock.sync_index)
+            sync, self._open = self._open, None
+            assert sync is not None
+            if 0 in sync.windows:
+                self.held.reset_states()
+            if sync.layers:
+                self.airborne.append(sync)
+            else:
+                self._close(sync)
+        for sync in [each for each in self._landing if not each.layers]:
+            self._landing.remove(sync)
+            self._close(sync)
+
+    def _close(self, sync: Sync) -> None:
+        self._unsettled.append(sync)
+        self.settle(wait=False)
+        if self._mesh.heartbeat is not None:
+            self._mesh.heartbeat.reached(self._clock.sync_index)
 
     def _layer_done(self, index: int) -> None:
+        self._reshard(index)
+        told = True
+        for sync in self._landing:
+            if index in sync.layers:
+                sync.layers.discard(index)
+                told = sync.first is not None
+                break
+        if told:
+            self._unsettled.append((self._clock.step, index, self.held.layers[index]))
+            self.settle(wait=False)
+
+    def _reshard(self, index: int) -> None:
         # A forward that the sync did not wait for may have gathered it: an evaluation after one
         # that raised, or the user's unshard() ahead of the module.
-        fsdp.reshard(module for module, layer in self.plan.sharded.items() if layer == index)
-        self._unsettled.append((self._clock.step, self.layers[index]))
-        self.settle(wait=False)
+        sharded = self.held.plan.sharded.items()
+        fsdp.reshard(module for module, layer in sharded if layer == index)
 
     def settle(self, *, wait: bool = True) -> None:
         """Count finished layers; `wait`: also those whose statistics are still on their way.
@@ -240,74 +302,41 @@ class Syncs:
         Raises what the ranks' decisions were wrong about, on a GPU here and not at the layer.
         """
         while self._unsettled:
-            if self._unsettled[0] is None:
-                self._close_window()
+            oldest = self._unsettled[0]
+            if isinstance(oldest, Sync):
+                self._count(oldest)
             else:
-                step, layer = self._unsettled[0]
+                step, index, layer = oldest
                 if not (wait or layer.settled):
                     return
-                self.metrics.add(step, layer.name, layer.stats())
+                anchored = index < self.held.units
+                self.metrics.add(step, layer.name, layer.stats(), anchored=anchored)
             self._unsettled.popleft()
 
-    def _close_window(self) -> None:
+    def _count(self, sync: Sync) -> None:
         """A sync is over and all of it is known: count the steps of its window."""
-        stats = self.layers[0].stats()
-        steps, void = stats["steps"], stats["void"] is True
-        assert isinstance(steps, list)
-        self._clock.settle(steps, self._window, void=void)
+        void = False
+        if sync.first is not None:
+            self._last = sync.first
+            stats = sync.first.stats()
+            void = stats["void"] is True
+        if 0 in sync.windows:
+            own = sync.windows[0]
+            # One that a saved state has brought comes after windows of equal length.
+            steps = [own] * self._mesh.replica.size
+            if sync.first is not None:
+                told = stats["steps"]
+                assert isinstance(told, list)
+                steps = told
+            self._clock.settle(steps, own, void=void)
         self.metrics.end_sync(void=void)
 
-    def _policy(self, *, buffers: bool) -> _C.Policy:
-        """The settings' rules, or a plain mean for the buffers."""
-        fields = self._clock.config.policy_fields()
-        fields["outer_lr"] = self.outer_lr
-        if buffers:
-            fields["min_steps"] *= self._mesh.shard.size  # every shard tells its replica's steps
-            fields.update(outer="replace", weighting="uniform", z_threshold=None, clip_norm=None)
+    def _policy(self, *, averages: bool = False) -> _C.Policy:
+        """The settings' rules, or a plain mean for buffers and optimizer states."""
+        fields = {**self._recipe.policy, "outer_lr": self.outer_lr}
+        if averages:
+            # Every shard tells its replica's steps.
+            least = fields.get("min_steps", 0) * self._mesh.shard.size
+            limit = fields["max_flags_in_a_row"]
+            fields = {**MEAN, "min_steps": least, "max_flags_in_a_row": limit}
         return _C.Policy(**fields)
-
-    def _parameter_layer(self, unit: Unit) -> _C.Layer:
-        return _C.Layer(
-            unit.name,
-            [local(p) for p in unit.params.values()],
-            replica=self._comms.replica,
-            shard=self._comms.shard,
-            mesh=self._comms.all,
-            lane=self._lane,
-            pool=self.pool,
-            wire=self._clock.config.wire,
-            counted=unit.counted,
-            replicated=self._clock.config.momentum == "replicated",
-            offload=self._clock.config.offload,
-        )
-
-    def _buffer_layer(self) -> _C.Layer:
-        """Buffers are not sharded, and every rank has seen other data: one mean over all ranks."""
-        return _C.Layer(
-            BUFFERS,
-            self._buffers,
-            replica=self._comms.all,
-            mesh=self._comms.all,
-            lane=self._lane,
-            pool=self.pool,
-            wire=self._clock.config.wire,
-            anchored=False,
-        )
-
-    def _averaged_buffers(self) -> list[Tensor]:
-        """Persistent floating buffers, unless the settings leave them alone."""
-        if not self._clock.config.average_buffers:
-            return []
-        return [b for b in persistent_buffers(self._model).values() if b.is_floating_point()]
-
-    def _renew_buffers(self) -> None:
-        """A module may put a new tensor where a buffer was; that layer has no state to keep."""
-        now = self._averaged_buffers()
-        if len(now) != len(self._buffers):
-            raise RuntimeError(
-                f"the model had {len(self._buffers)} averaged buffers at attach and has {len(now)} "
-                "now; detach() the handle and attach again"
-            )
-        if any(new is not old for new, old in zip(now, self._buffers, strict=True)):
-            self._buffers = now
-            self.layers[-1] = self._buffer_layer()

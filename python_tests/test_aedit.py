@@ -281,7 +281,7 @@ def void_by_value(wire: str) -> None:
             train_step(model, optimizer, rank, t)
             t += 1
     before, state = values(model), sync.state_dict()
-    assert state["armed"] and state["window_steps"] == 2
+    assert state["armed"] and state["window_steps"] == [2]
     pace.before(2, 0)
     value = nets.loss(model, batch(rank, t))  # the void sync
     assert sync.sync_index == 2
@@ -296,7 +296,7 @@ def void_by_value(wire: str) -> None:
         for key in ("momentum", "detector"):
             assert same({key: layer[key]}, {key: state["layers"][name][key]}), (name, key)
     assert any(layer["momentum"].any() for layer in after["layers"].values())
-    assert after["window_steps"] == 3 and after["sync_index"] == 2
+    assert after["window_steps"] == [3] and after["sync_index"] == 2
     assert after["agreed_steps"] == 8 and after["shown_steps"] == 12 and sync.mean_step == 6.0
     assert sync.totals()["syncs"] == 2 and sync.totals()["void_syncs"] == 1
     last = [m for m in sync.metrics() if m["sync_index"] == 2]
@@ -329,7 +329,7 @@ def test_resume_inside_a_window(ranks: Ranks, count: int, stop: tuple[int, str])
     whole = ranks.run(2 * count, run, 2, count, rules, sgd_of)
     first = ranks.run(2 * count, run, 2, count, rules, sgd_of, False, None, stop)
     saved = [result["saved"] for result in first]
-    assert {state["sync"]["armed"] for state in saved} == {stop[1] == "late" and count == 1}
+    assert {bool(state["sync"]["armed"]) for state in saved} == {stop[1] == "late" and count == 1}
     if stop[1] == "late":
         index = saved[0]["sync"]["sync_index"] + 1
         assert all(state["sync"]["asked"] == index for state in saved)

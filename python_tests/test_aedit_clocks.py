@@ -40,7 +40,7 @@ def odd_clocks(kind: str, ends: list[int]) -> dict[str, Any]:
         for t in range(ends[replica]):
             if replica == 1:
                 time.sleep(0.01)
-            begins = engine.clock.armed
+            begins = bool(engine.clock.armed)
             called = engine.mesh.heartbeat.asks_for(sync.sync_index + 1 + begins)
             train_step(model, optimizer, replica, t)
             assert engine.clock.armed or not called  # one step and no more

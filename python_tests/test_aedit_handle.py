@@ -49,7 +49,7 @@ def test_resume_at_any_step(stop: int) -> None:
     for t in range(stop):
         train_step(model, optimizer, 0, t)
     weights, state = values(model), sync.state_dict()
-    assert state["elapsed"] == float(stop % 3) and state["armed"] == (stop % 3 == 0)
+    assert state["elapsed"] == float(stop % 3) and bool(state["armed"]) == (stop % 3 == 0)
     other, inner, again = timed_by_steps(sync_seconds=3.0, outer_lr=0.7)
     other.load_state_dict(weights)
     again.load_state_dict(state)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from edit_ext import AEDiT, EDiT
-from edit_ext.config import Method
-from edit_ext.schedule import Clock, is_due, sync_steps
+from edit_ext.methods import Penalized
+from edit_ext.schedule import Clock
 
 
 def test_defaults() -> None:
@@ -140,26 +140,28 @@ def test_off_and_frozen() -> None:
 
 def test_schedule() -> None:
     """Syncs come every `sync_every` steps after the warm-up, and never at its end."""
-    config = EDiT(sync_every=4, warmup_steps=6)
-    assert list(sync_steps(0, 20, config)) == [10, 14, 18]
-    assert [t for t in range(20) if is_due(t, config)] == [10, 14, 18]
+    clock = Clock(EDiT(sync_every=4, warmup_steps=6).recipe())
+    assert list(clock.sync_steps(20)) == [(10, {0}), (14, {0}), (18, {0})]
+    for _ in range(12):
+        clock.tick()
+    assert list(clock.sync_steps(20)) == [(14, {0}), (18, {0})]
 
 
 def test_clock() -> None:
     """The clock counts the steps of a window apart from those of the warm-up."""
-    clock = Clock(EDiT(sync_every=2, warmup_steps=3))
+    clock = Clock(EDiT(sync_every=2, warmup_steps=3).recipe())
     assert clock.warming_up and not clock.switch_pending
     seen = []
     for _ in range(8):
         clock.tick()
-        seen.append((clock.step, clock.window_steps, clock.armed))
+        seen.append((clock.step, clock.window_steps, set(clock.armed)))
         if clock.switch_pending:
             clock.anchored = True
         if clock.armed:
-            assert clock.begin_sync()[1] == 2
+            assert clock.begin_sync()[1] == {0: 2}
     assert [step for step, _, armed in seen if armed] == [5, 7]
-    assert seen[2] == (3, 0, False)
-    assert clock.sync_index == 2 and clock.window_steps == 1
+    assert seen[2] == (3, [0], set())
+    assert clock.sync_index == 2 and clock.window_steps == [1]
 
 
 def test_timed() -> None:
@@ -167,7 +169,7 @@ def test_timed() -> None:
     timed, stepped = AEDiT().as_dict(), EDiT().as_dict()
     assert timed.pop("sync_seconds") == 600.0 and timed.pop("min_steps") == 0
     assert stepped.pop("sync_every") == 128
-    assert timed == stepped and Method().as_dict() == stepped
+    assert timed == stepped and Penalized().as_dict() == stepped
     assert (AEDiT().name, EDiT().name) == ("AEDiT", "EDiT")
 
 
@@ -202,26 +204,29 @@ def test_bad_value_timed(field: str, value: Any, kind: type[Exception]) -> None:
 def test_steps_arm_no_timed_sync() -> None:
     """However many steps are complete, AEDiT's clock is armed by the alarm alone."""
     config = AEDiT(warmup_steps=3)
-    assert list(sync_steps(0, 1000, config)) == []
-    clock = Clock(config)
+    clock = Clock(config.recipe())
+    assert list(clock.sync_steps(1000)) == []
     for _ in range(300):
         clock.tick()
-    assert not clock.armed and clock.window_steps == 297
+    assert not clock.armed and clock.window_steps == [297]
 
 
 def test_void_window_goes_on() -> None:
     """Steps of a void sync come back, also late; those of a closed window are counted for all."""
-    clock = Clock(AEDiT())
+    clock = Clock(AEDiT().recipe())
     for _ in range(3):
         clock.tick()
-    assert clock.begin_sync() == (1, 3)
+    clock.arm()
+    assert clock.begin_sync() == (1, {0: 3})
     clock.tick()  # a GPU tells its statistics steps later
     clock.settle([3, 5], 3, void=True)
-    assert (clock.window_steps, clock.agreed_steps, clock.shown_steps) == (4, 0, 8)
-    assert clock.begin_sync() == (2, 4)
+    assert (clock.window_steps, clock.agreed_steps, clock.shown_steps) == ([4], 0, 8)
+    clock.arm()
+    assert clock.begin_sync() == (2, {0: 4})
     clock.settle([4, 6], 4, void=False)
-    assert (clock.window_steps, clock.agreed_steps, clock.shown_steps) == (0, 10, 10)
+    assert (clock.window_steps, clock.agreed_steps, clock.shown_steps) == ([0], 10, 10)
     clock.tick()
-    assert clock.begin_sync() == (3, 1)
+    clock.arm()
+    assert clock.begin_sync() == (3, {0: 1})
     clock.settle([1, 0], 1, void=False)
     assert (clock.agreed_steps, clock.shown_steps) == (11, 11)

@@ -270,6 +270,7 @@ def drop_with_work_open() -> list[float]:
         for t in range(4):
             train_step(model, optimizer, rank(), t)
         if rank() == 0:  # begins exchanges that rank 1 never joins
+            sync._engine.clock.arm()
             sync._engine.syncs.start(done=False)
             sync._engine.syncs.pipeline.look_ahead()
         spinning = threading.Thread(target=time.sleep, args=(0.5,))
@@ -306,6 +307,7 @@ if rank == 1:
     time.sleep(20 if how == "open" else 1)
     os.kill(os.getpid(), signal.SIGKILL)
 if how == "open":
+    sync._engine.clock.arm()
     sync._engine.syncs.start(done=False)
     sync._engine.syncs.pipeline.look_ahead()
     time.sleep(0.5)

@@ -314,7 +314,7 @@ def aborted_unread(path: str) -> str:
     comm = _C.make_nccl_comm(ids[0], rank(), 2, lane, 10.0)
     pool = _C.BufferPool(1)
     layer = _C.Layer("block", [weights], replica=comm, mesh=comm, lane=lane, pool=pool)
-    policy = _C.Policy(**edit_ext.EDiT().policy_fields())
+    policy = _C.Policy(**edit_ext.EDiT().recipe().policy)
     layer.begin(policy, sync_index=3, steps=1, done=False)
     layer.wait()
     dist.barrier()

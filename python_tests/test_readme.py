@@ -12,8 +12,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from edit_ext import config
+from edit_ext import config, methods
 from edit_ext.bench.__main__ import SUBCOMMANDS as BENCHMARKS
 from edit_ext.cli import COMMANDS
 
@@ -22,31 +23,49 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- defaults: begin -->\n", "<!-- defaults: end -->\n"
 
 
-def field_docs(cls: type) -> dict[str, str]:
-    """The string that stands under each field of a dataclass."""
-    tree = ast.parse(Path(config.__file__).read_text())
-    body = next(n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == cls.__name__)
-    docs: dict[str, str] = {}
-    for node, after in itertools.pairwise(body):
-        if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
-            assert isinstance(node.target, ast.Name)
-            docs[node.target.id] = " ".join(str(ast.literal_eval(after.value)).split())
+def field_docs() -> dict[tuple[str, str], str]:
+    """The string that stands under each field of a dataclass, by class and field."""
+    docs: dict[tuple[str, str], str] = {}
+    for module in (config, methods):
+        for cls in ast.parse(Path(module.__file__).read_text()).body:
+            for node, after in itertools.pairwise(getattr(cls, "body", [])):
+                if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
+                    assert isinstance(cls, ast.ClassDef) and isinstance(node.target, ast.Name)
+                    text = " ".join(str(ast.literal_eval(after.value)).split())
+                    docs[cls.name, node.target.id] = text
     return docs
 
 
+def default_of(field: dataclasses.Field[Any]) -> str:
+    value = field.default
+    if value is dataclasses.MISSING:
+        assert field.default_factory is not dataclasses.MISSING
+        value = field.default_factory()
+    return f"`{value!r}`"
+
+
+def methods_named(names: list[str]) -> str:
+    others = [cls.__name__ for cls in methods.METHODS if cls.__name__ not in names]
+    if len(others) < len(names) - 3:
+        return f"all but {', '.join(others)}" if others else ""
+    return ", ".join(names)
+
+
 def table_of_defaults() -> str:
-    """Markdown: option, default, meaning; first what one method alone has, then what all share."""
-    lines = ["| option | default | meaning |", "| --- | --- | --- |"]
-    common = {field.name for field in dataclasses.fields(config.Method)}
-    for cls in (*config.METHODS, config.Method):
-        docs = field_docs(cls)
+    """Markdown: option, default by method, meaning."""
+    docs = field_docs()
+    rows: dict[str, dict[str, list[str]]] = {}  # option -> default -> methods
+    meanings: dict[str, str] = {}
+    for cls in methods.METHODS:
         for field in dataclasses.fields(cls):
-            own = cls is not config.Method
-            if own and field.name in common:
-                continue
-            meaning = docs[field.name].replace("|", r"\|")
-            of = f" of {cls.__name__}" if own else ""
-            lines.append(f"| `{field.name}`{of} | `{field.default!r}` | {meaning} |")
+            rows.setdefault(field.name, {}).setdefault(default_of(field), []).append(cls.__name__)
+            home = next(c for c in cls.__mro__ if (c.__name__, field.name) in docs)
+            meanings.setdefault(field.name, docs[home.__name__, field.name])
+    lines = ["| option | default | meaning |", "| --- | --- | --- |"]
+    for name, defaults in rows.items():
+        said = [f"{default} {methods_named(names)}".strip() for default, names in defaults.items()]
+        meaning = meanings[name].replace("|", r"\|")
+        lines.append(f"| `{name}` | {'; '.join(said)} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 

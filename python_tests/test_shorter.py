@@ -53,7 +53,7 @@ def joins(changes: list[dict[str, int]]) -> tuple[str, list[Any], dict[str, Tens
 def test_short_joins_with_another_step(ranks: Ranks) -> None:
     """Replicas that resume at other steps of one window agree on layers and weights; one that is a
     sync ahead is an error on both that names the sync."""
-    inside: list[dict[str, int]] = [{}, {"step": 3, "window_steps": 3}]
+    inside: list[dict[str, Any]] = [{}, {"step": 3, "window_steps": [3]}]
     first, second = ranks.run(2, joins, inside, seconds=30)
     assert first[:2] == second[:2] == ("no error", [5, 4, 4]) and nets.same(first[2], second[2])
     for said, *_ in ranks.run(2, joins, [{}, {"sync_index": 1}], seconds=40):

@@ -65,14 +65,23 @@ EDIT_HD float merge(Team team, int n, int replicas, const W* const* pieces, cons
 // Numbers of one outer step, already decided: lr, momentum and clip as fp32.
 struct OuterStep {
   float lr, momentum, clip;
+  float limit;  // of an element of the momentum; 0: none
   bool nesterov, replace;
 };
 // The merged values themselves: what it takes to encode them.
-constexpr OuterStep kAsItIs = {1.0f, 0.0f, 1.0f, false, true};
+constexpr OuterStep kAsItIs = {1.0f, 0.0f, 1.0f, 0.0f, false, true};
 
+// clip: what the merged step is multiplied with, staleness included.
 EDIT_HD OuterStep outer_numbers(const Policy& p, double clip) {
-  return {static_cast<float>(p.outer_lr), static_cast<float>(p.outer_momentum),
-          static_cast<float>(clip), p.nesterov != 0, p.outer == Outer::replace};
+  return {static_cast<float>(p.outer_lr),
+          static_cast<float>(p.outer_momentum),
+          static_cast<float>(clip),
+          p.clip_value > 0.0 ? static_cast<float>(p.clip_value) : 0.0f,
+          p.nesterov != 0,
+          p.outer == Outer::replace};
+}
+EDIT_HD OuterStep outer_numbers(const Policy& p, const Decision& d) {
+  return outer_numbers(p, d.clip / d.staleness);
 }
 
 template <class V>
@@ -80,6 +89,7 @@ EDIT_HD V outer_direction(const OuterStep& o, V merged, V* momentum) {
   const V g = V::all(o.clip) * merged;
   if (o.replace) return g;
   *momentum = V::all(o.momentum) * *momentum + g;
+  if (o.limit > 0.0f) *momentum = momentum->within(o.limit);
   return V::all(o.lr) * (o.nesterov ? g + V::all(o.momentum) * *momentum : *momentum);
 }
 
@@ -104,9 +114,16 @@ EDIT_HD void outer_step(Team team, int n, OuterStep o, const M* merged, float* a
   });
 }
 
-// Step 9: on a wire that returns steps, anchor -= decoded step; then param <- round_T(anchor).
+// Between 6 and 7: how far the last outer step went.
+template <class Team>
+EDIT_HD float square_sum(Team team, int n, const float* values) {
+  return team.sum_squares(n, [=](auto v, int j) { return decltype(v)::load(values + j); });
+}
+
+// Step 9: where steps came back, anchor -= decoded step; then param <- round_T(anchor), or, if the
+// steps since begin are to be kept in part, round_T(keep param + (1 - keep) anchor).
 template <class T, class W, class Team>
-EDIT_HD void write_back(Team team, int n, float* anchor, const W* step, T* param) {
+EDIT_HD void write_back(Team team, int n, float* anchor, const W* step, float keep, T* param) {
   team.map(n, [=](auto v, int j) {
     using V = decltype(v);
     V a = V::load(anchor + j);
@@ -114,6 +131,7 @@ EDIT_HD void write_back(Team team, int n, float* anchor, const W* step, T* param
       a = a - V::load(step + j);
       a.store(anchor + j);
     }
+    if (keep != 0.0f) a = V::all(keep) * V::load(param + j) + V::all(1.0f - keep) * a;
     team.put(param + j, a);
   });
 }

@@ -19,6 +19,8 @@ class Device {
   // Second half. merged, merge_records[mesh_rank] <- pieces, weights in per_replica. `merged` may
   // be the owned piece itself.
   virtual void merge(const LayerView& v) = 0;
+  // With step 6 if the policy asks for it. gaps[mesh_rank] <- owned piece of momentum.
+  virtual void gap(const LayerView& v) = 0;
   // Before 8 if replicated. Owned piece of send <- merged, in wire format.
   virtual void encode_merged(const LayerView& v) = 0;
   // Step 7. Owned piece of anchor or send (see codec.h), momentum <- merged, merge_records. If

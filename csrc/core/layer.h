@@ -38,6 +38,8 @@ struct LayerView {
   Wire wire;
   bool anchored;    // false: the anchor is taken as zero (buffers, optimizer states)
   bool replicated;  // every replica holds the momentum of the whole layer, and takes its outer step
+  bool late;        // the anchor is read while the exchange runs: only step 9 may write it
+  float keep;       // what step 9 leaves of the parameters: param <- keep param + (1-keep) anchor
 
   float* anchor;        // [replicas * piece] fp32, the last agreed weights
   float* momentum;      // fp32, of the owned piece [piece], or of all of them [replicas * piece] if
@@ -56,6 +58,7 @@ struct LayerView {
   NormRecord* records;         // [replicas]
   PerReplica* per_replica;     // [replicas]
   MergeRecord* merge_records;  // [mesh_ranks]
+  double* gaps;                // [mesh_ranks]
   Decision* decision;
 };
 
@@ -71,9 +74,16 @@ EDIT_HD int64_t counted_in_piece(const LayerView& v) {
   return left < 0 ? 0 : left < n ? left : n;
 }
 
-// Whether encoded steps come back, for step 9 to take off the anchor. Else anchors do, or, if
-// replicated, merged pieces.
-EDIT_HD bool returns_steps(const LayerView& v) { return v.wire != Wire::f32 && !v.replicated; }
+// Whether `send` holds encoded steps in the end, for step 9 to take off the anchor. Else step 7 has
+// changed the anchor.
+EDIT_HD bool returns_steps(const LayerView& v) {
+  return v.late || (v.wire != Wire::f32 && !v.replicated);
+}
+
+// The owned piece of the momentum.
+EDIT_HD const float* own_momentum(const LayerView& v) {
+  return v.momentum + (v.replicated ? v.replica * v.piece : 0);
+}
 
 // What step 7 covers: the owned piece, or all.
 EDIT_HD int64_t step_first(const LayerView& v) { return v.replicated ? 0 : v.replica * v.piece; }

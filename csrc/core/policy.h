@@ -31,6 +31,9 @@ struct Policy {
   double ema_alpha = 0.02;
   double temperature = 1.0;
   double clip_norm = 10.0;  // <= 0: no clipping
+  double clip_value = 0.0;  // of each element of the outer momentum (CO2); <= 0: no clipping
+  double staleness = 1.0;   // divides the merged step (CO2)
+  double gap_scale = 0.0;   // > 0: 1 + |last outer step| / gap_scale divides it instead
   int64_t min_steps = 0;    // of all replicas together, else the sync is void
 };
 
@@ -73,6 +76,7 @@ struct Decision {
   int32_t culprit;       // replica that kNonFinite means
   int32_t accepted;
   double clip, merged_norm;
+  double staleness;  // what the merged step is divided by
   uint64_t hash;
 };
 
@@ -223,15 +227,21 @@ EDIT_HD void decide(const Policy& p, int replicas, const NormRecord* records, De
   mix(hash, bits_of(p.outer_lr));
   mix(hash, bits_of(p.outer_momentum));
   mix(hash, bits_of(p.clip_norm));
+  mix(hash, bits_of(p.clip_value));
+  mix(hash, bits_of(p.staleness));
+  mix(hash, bits_of(p.gap_scale));
   mix(hash, static_cast<uint64_t>(p.outer) << 1 | static_cast<uint64_t>(p.nesterov));
   mix(hash, static_cast<uint64_t>(p.min_steps));
   mix(hash, static_cast<uint64_t>(d.skip));
   d.hash = hash;
 }
 
-// Step 7, before the outer step: Eq. 4 from the pieces' squared norms, and the check that all
-// ranks decided alike. A merged step that is not finite is skipped.
-EDIT_HD void decide_clip(const Policy& p, int ranks, const MergeRecord* records, Decision& d) {
+// Step 7, before the outer step: Eq. 4 from the pieces' squared norms, the check that all ranks
+// decided alike, and how stale the merged step is. One that is not finite is skipped.
+// gaps: square sums of the pieces of the outer momentum, null unless p.gap_scale > 0. The last
+// outer step of a heavy ball is outer_lr times its momentum.
+EDIT_HD void decide_clip(const Policy& p, int ranks, const MergeRecord* records, const double* gaps,
+                         Decision& d) {
   double norm2 = 0.0;
   for (int r = 0; r < ranks; ++r) {
     norm2 += records[r].norm2;
@@ -244,6 +254,12 @@ EDIT_HD void decide_clip(const Policy& p, int ranks, const MergeRecord* records,
   if (p.clip_norm > 0.0 && d.merged_norm > 0.0) {
     const double ratio = p.clip_norm / (d.merged_norm + 1e-6);
     if (ratio < 1.0) d.clip = ratio;
+  }
+  d.staleness = p.staleness;
+  if (p.gap_scale > 0.0) {
+    double gap2 = 0.0;
+    for (int r = 0; r < ranks; ++r) gap2 += gaps[r];
+    d.staleness = 1.0 + p.outer_lr * sqrt(gap2) / p.gap_scale;
   }
 }
 

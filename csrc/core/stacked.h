@@ -50,7 +50,7 @@ EDIT_HD void decide_stacked(const Policy& p, int replicas, const double* gram, D
 // Eq. 4 from the square of the merged norm, however it was found.
 EDIT_HD void clip_stacked(const Policy& p, double norm2, Decision& d) {
   const MergeRecord merged{norm2, d.hash};
-  decide_clip(p, 1, &merged, d);
+  decide_clip(p, 1, &merged, nullptr, d);
 }
 
 // |sum w_i g_i|^2 without a pass over memory: w'Gw. Where the replicas cancel each other almost

@@ -42,6 +42,10 @@ inline void sync_exchange(Device& dev, const Comms& comms, const LayerView& v, c
   dev.decide(v, p);  // 5
   dev.merge(v);
   if (comms.mesh) comms.mesh->gather_scalars(v.merge_records, sizeof(MergeRecord));  // 6
+  if (p.gap_scale > 0.0) {
+    dev.gap(v);
+    if (comms.mesh) comms.mesh->gather_scalars(v.gaps, sizeof(double));
+  }
   if (v.replicated) {
     dev.encode_merged(v);
     return_pieces(comms, v, v.send);  // 8

@@ -29,6 +29,10 @@ struct VecScalar {
   EDIT_HD VecScalar rounded() const {
     return {to_float(from_float<T>(x))};
   }
+  EDIT_HD VecScalar within(float limit) const {
+    const float low = x < limit ? x : limit;
+    return {low > -limit ? low : -limit};
+  }
 };
 
 EDIT_HD VecScalar operator+(VecScalar a, VecScalar b) { return {a.x + b.x}; }

@@ -115,6 +115,15 @@ void CpuDevice::merge(const LayerView& v) {
                &uncounted);
 }
 
+void CpuDevice::gap(const LayerView& v) {
+  const float* momentum = own_momentum(v);
+  const int64_t n = counted_in_piece(v);
+  for_flat(n, [&](int64_t i, int64_t at, int size) {
+    v.partials[i] = kernels_.square_sum(size, momentum + at);
+  });
+  v.gaps[v.mesh_rank] = total(v.partials, (n + kChunk - 1) / kChunk);
+}
+
 void CpuDevice::encode_merged(const LayerView& v) {
   char* owned = received(v, v.replica);
   if (reinterpret_cast<char*>(v.merged) == owned) return;
@@ -125,14 +134,14 @@ void CpuDevice::encode_merged(const LayerView& v) {
 }
 
 void CpuDevice::outer_step(const LayerView& v, const Policy& p) {
-  decide_clip(p, v.mesh_ranks, v.merge_records, *v.decision);
+  decide_clip(p, v.mesh_ranks, v.merge_records, v.gaps, *v.decision);
   const int64_t n = step_elements(v), first = step_first(v);
   char* steps = returns_steps(v) ? static_cast<char*>(v.send) + wire_bytes(v.wire, first) : nullptr;
   if (v.decision->skip) {
     if (steps) std::memset(steps, 0, static_cast<size_t>(wire_bytes(v.wire, n)));
     return;
   }
-  const OuterStep numbers = outer_numbers(p, v.decision->clip);
+  const OuterStep numbers = outer_numbers(p, *v.decision);
   const Wire from = v.replicated ? v.wire : Wire::f32;
   const char* merged =
       v.replicated ? static_cast<char*>(v.send) : reinterpret_cast<char*>(v.merged);
@@ -150,7 +159,7 @@ void CpuDevice::write_back(const LayerView& v) {
     const int64_t flat = t.offset + c.start;
     const char* steps =
         returns_steps(v) ? static_cast<char*>(v.send) + wire_bytes(v.wire, flat) : nullptr;
-    kernels_.write_back(c.size, v.anchor + flat, v.wire, steps, t.dtype,
+    kernels_.write_back(c.size, v.anchor + flat, v.wire, steps, v.keep, t.dtype,
                         static_cast<char*>(t.data) + c.start * size_of(t.dtype), stream);
   });
 }

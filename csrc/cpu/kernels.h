@@ -17,8 +17,9 @@ struct Kernels {
   // from: the format of merged; wire: of step.
   void (*outer_step)(int n, OuterStep o, Wire from, const void* merged, float* anchor,
                      float* momentum, Wire wire, void* step);
-  void (*write_back)(int n, float* anchor, Wire wire, const void* step, DType type, void* param,
-                     bool stream);
+  float (*square_sum)(int n, const float* values);
+  void (*write_back)(int n, float* anchor, Wire wire, const void* step, float keep, DType type,
+                     void* param, bool stream);
   void (*gram)(int n, int replicas, const float* anchor, const float* const* params, float* out);
   float (*stacked_norm)(int n, int replicas, const float* weights, const float* anchor,
                         const float* const* params);

@@ -72,13 +72,17 @@ struct Table {
     });
   }
 
-  static void write_back(int n, float* anchor, Wire wire, const void* step, DType type, void* param,
-                         bool stream) {
+  static float square_sum(int n, const float* values) {
+    return edit_ext::square_sum(Team<V>{false}, n, values);
+  }
+
+  static void write_back(int n, float* anchor, Wire wire, const void* step, float keep, DType type,
+                         void* param, bool stream) {
     with_type(type, [=](auto t) {
       with_wire(wire, [=](auto w) {
         using T = decltype(t);
         using W = decltype(w);
-        edit_ext::write_back<T, W>(Team<V>{stream}, n, anchor, static_cast<const W*>(step),
+        edit_ext::write_back<T, W>(Team<V>{stream}, n, anchor, static_cast<const W*>(step), keep,
                                    static_cast<T*>(param));
       });
     });
@@ -124,8 +128,8 @@ struct Table {
   }
 
   static const Kernels* make(const char* name) {
-    static const Kernels table{name, pseudo_grad,  merge,        outer_step, write_back,
-                               gram, stacked_norm, stacked_step, stream};
+    static const Kernels table{name,       pseudo_grad, merge,        outer_step,   square_sum,
+                               write_back, gram,        stacked_norm, stacked_step, stream};
     return &table;
   }
 };

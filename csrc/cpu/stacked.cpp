@@ -45,7 +45,7 @@ void stacked_sync(const CpuDevice& device, const std::vector<StackedTensor>& ten
   clip_stacked(p, norm2, *v.decision);
   const int64_t elements = tensors.empty() ? 0 : tensors.back().offset + tensors.back().size;
   const bool stream = streams(elements), skip = v.decision->skip != 0;
-  const OuterStep numbers = outer_numbers(p, v.decision->clip);
+  const OuterStep numbers = outer_numbers(p, *v.decision);
   for_chunks(device, tensors, v, [&](int64_t, int64_t flat, int n, float* const* at) {
     if (!skip) {
       table.stacked_step(n, v.replicas, numbers, v.weights, v.anchor + flat, v.momentum + flat, at,
@@ -53,7 +53,7 @@ void stacked_sync(const CpuDevice& device, const std::vector<StackedTensor>& ten
       return;
     }
     for (int r = 0; r < v.replicas; ++r) {  // back to the anchor
-      table.write_back(n, v.anchor + flat, Wire::f32, nullptr, DType::f32, at[r], stream);
+      table.write_back(n, v.anchor + flat, Wire::f32, nullptr, 0.0f, DType::f32, at[r], stream);
     }
   });
 }

@@ -61,6 +61,10 @@ struct VecAvx2 {
     store(kept);
     return load(kept);
   }
+  VecAvx2 within(float limit) const {
+    const __m256 low = _mm256_min_ps(x, _mm256_set1_ps(limit));
+    return {_mm256_max_ps(low, _mm256_set1_ps(-limit))};
+  }
 };
 
 template <>

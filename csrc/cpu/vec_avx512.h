@@ -58,6 +58,10 @@ struct VecAvx512 {
     store(kept);
     return load(kept);
   }
+  VecAvx512 within(float limit) const {
+    const __m512 low = _mm512_min_ps(x, _mm512_set1_ps(limit));
+    return {_mm512_max_ps(low, _mm512_set1_ps(-limit))};
+  }
 };
 
 template <>

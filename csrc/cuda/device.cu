@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kWarp) merge_sum_kernel(const LayerView v) {
 }
 
 __global__ void __launch_bounds__(kWarp) decide_clip_kernel(const LayerView v, const Policy p) {
-  if (threadIdx.x == 0) decide_clip(p, v.mesh_ranks, v.merge_records, *v.decision);
+  if (threadIdx.x == 0) decide_clip(p, v.mesh_ranks, v.merge_records, v.gaps, *v.decision);
 }
 
 int checked(int64_t replicas) {
@@ -93,6 +93,13 @@ void CudaDevice::merge(const LayerView& v) {
   pieces.merged += pieces.n;
   pieces.n = rest;
   merge_pass(pieces, v.wire, stream_);
+}
+
+void CudaDevice::gap(const LayerView& v) {
+  const int64_t n = counted_in_piece(v);
+  square_sum_pass(own_momentum(v), n, v.partials, stream_);
+  launch("sum_kernel", sum_kernel, 1, kWarp, stream_, v.partials, (n + kChunk - 1) / kChunk,
+         v.gaps + v.mesh_rank);
 }
 
 void CudaDevice::encode_merged(const LayerView& v) {

@@ -36,6 +36,7 @@ class CudaDevice final : public Device {
   void record(const LayerView& v, const SyncTag& tag) override;
   void decide(const LayerView& v, const Policy& p) override;
   void merge(const LayerView& v) override;
+  void gap(const LayerView& v) override;
   void encode_merged(const LayerView& v) override;
   void outer_step(const LayerView& v, const Policy& p) override;
   void write_back(const LayerView& v) override;

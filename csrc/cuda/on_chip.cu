@@ -167,14 +167,14 @@ __global__ void __launch_bounds__(kHoldThreads, 1)
       *v.decision = own.decision;
     }
   }
-  const OuterStep numbers = outer_numbers(p, own.decision.clip);
+  const OuterStep numbers = outer_numbers(p, own.decision);
   const bool skip = own.decision.skip != 0;
   for (int s = 0; s < count; ++s) {
     Slot<R>& slot = slots[s];
     const BlockTeam team{slot.aligned};
     if (skip) {
       for (int r = 0; r < R; ++r) {
-        write_back<float, float>(team, slot.size, slot.held[0], nullptr, slot.at[r]);
+        write_back<float, float>(team, slot.size, slot.held[0], nullptr, 0.0f, slot.at[r]);
       }
     } else {
       step_held<R>(team, slot.size, numbers, own.weights, slot.held[0], v.anchor + slot.flat,

@@ -79,6 +79,16 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(const __grid_constan
 }
 static_assert(kMaxReplicas <= kThreads, "one thread looks up one replica");
 
+__global__ void __launch_bounds__(kThreads)
+    square_sum_kernel(const float* values, int64_t n, float* partials) {
+  for (int64_t i = blockIdx.x; i * kChunk < n; i += gridDim.x) {
+    const int64_t at = i * kChunk;
+    const int size = static_cast<int>(n - at < kChunk ? n - at : kChunk);
+    const float sum = square_sum(BlockTeam{true}, size, values + at);
+    if (threadIdx.x == 0) partials[i] = sum;
+  }
+}
+
 template <class W>
 __global__ void __launch_bounds__(kThreads) encode_kernel(const LayerView v) {
   const int64_t n = piece_elements(v, v.replica);
@@ -97,7 +107,7 @@ __global__ void __launch_bounds__(kThreads) outer_step_kernel(const LayerView v,
   const bool returns = returns_steps(v), skip = v.decision->skip != 0;
   const M* merged = static_cast<const M*>(v.replicated ? v.send : v.merged);
   if (skip && !returns) return;
-  const OuterStep numbers = outer_numbers(p, v.decision->clip);
+  const OuterStep numbers = outer_numbers(p, *v.decision);
   const BlockTeam team{true};
   for (int64_t i = blockIdx.x; i * kChunk < n; i += gridDim.x) {
     const int64_t at = i * kChunk;
@@ -116,7 +126,7 @@ template <class T, class W>
 __device__ void write_back_chunk(const PlaceIn<DeviceTensor>& c, const LayerView& v) {
   T* param = static_cast<T*>(c.tensor->data) + c.start;
   const W* step = returns_steps(v) ? wire<W>(v.send, c.flat()) : nullptr;
-  write_back<T, W>(BlockTeam{aligned4(param)}, c.size, v.anchor + c.flat(), step, param);
+  write_back<T, W>(BlockTeam{aligned4(param)}, c.size, v.anchor + c.flat(), step, v.keep, param);
 }
 
 template <class W>
@@ -156,6 +166,11 @@ void pseudo_grad_pass(const LayerView& v, cudaStream_t stream) {
 void merge_pass(const Pieces& p, Wire wire, cudaStream_t stream) {
   launch("merge_kernel", wire == Wire::f32 ? merge_kernel<float> : merge_kernel<bf16>,
          blocks_for(chunks_of(p.n)), kThreads, stream, p);
+}
+
+void square_sum_pass(const float* values, int64_t n, float* partials, cudaStream_t stream) {
+  launch("square_sum_kernel", square_sum_kernel, blocks_for(chunks_of(n)), kThreads, stream, values,
+         n, partials);
 }
 
 void encode_pass(const LayerView& v, cudaStream_t stream) {

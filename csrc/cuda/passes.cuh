@@ -17,7 +17,8 @@ struct Pieces {
 
 void pseudo_grad_pass(const LayerView& v, cudaStream_t stream);    // send, partials
 void merge_pass(const Pieces& p, Wire wire, cudaStream_t stream);  // merged, partials
-void encode_pass(const LayerView& v, cudaStream_t stream);         // owned piece of send
+void square_sum_pass(const float* values, int64_t n, float* partials, cudaStream_t stream);
+void encode_pass(const LayerView& v, cudaStream_t stream);  // owned piece of send
 void outer_step_pass(const LayerView& v, const Policy& p, cudaStream_t stream);
 void write_back_pass(const LayerView& v, cudaStream_t stream);
 

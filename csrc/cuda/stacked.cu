@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads)
     stacked_step_kernel(const __grid_constant__ Stack tensors, const StackedView v,
                         const Policy p) {
   __shared__ Addresses a;
-  const OuterStep numbers = outer_numbers(p, v.decision->clip);
+  const OuterStep numbers = outer_numbers(p, *v.decision);
   const bool skip = v.decision->skip != 0;
   for (int64_t i = blockIdx.x; i < tensors.num_chunks; i += gridDim.x) {
     const auto c = place(tensors, i);
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads)
     float* const anchor = v.anchor + c.flat();
     if (skip) {
       for (int r = 0; r < v.replicas; ++r) {
-        write_back<float, float>(team, c.size, anchor, nullptr, a.at[r]);
+        write_back<float, float>(team, c.size, anchor, nullptr, 0.0f, a.at[r]);
       }
     } else {
       stacked_step(team, c.size, v.replicas, numbers, v.weights, anchor, v.momentum + c.flat(),

@@ -64,6 +64,14 @@ struct Vec4 {
     for (int k = 0; k < 4; ++k) v.x[k] = to_float(from_float<T>(x[k]));
     return v;
   }
+  __device__ Vec4 within(float limit) const {
+    Vec4 v;
+    for (int k = 0; k < 4; ++k) {
+      const float low = x[k] < limit ? x[k] : limit;
+      v.x[k] = low > -limit ? low : -limit;
+    }
+    return v;
+  }
 };
 
 template <bool A>

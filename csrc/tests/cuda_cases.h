@@ -73,6 +73,7 @@ struct Case {
   std::vector<NormRecord> records;
   std::vector<PerReplica> per_replica;
   std::vector<MergeRecord> merge_records;
+  std::vector<double> gaps;
   Decision decision{};
 
   Case(const std::vector<Shape>& shapes, Wire wire, int replica, int replicas, unsigned seed,
@@ -110,11 +111,13 @@ struct Case {
     records.resize(replicas);
     per_replica.resize(replicas);
     merge_records.resize(1);
+    gaps.resize(1);
     v.detectors = detectors.data();
     v.shard_sums = shard_sums.data();
     v.records = records.data();
     v.per_replica = per_replica.data();
     v.merge_records = merge_records.data();
+    v.gaps = gaps.data();
     v.decision = &decision;
   }
 
@@ -136,6 +139,7 @@ struct Case {
     }
     device.decide(v, p);
     device.merge(v);
+    if (p.gap_scale > 0.0) device.gap(v);
     if (v.replicated) device.encode_merged(v);
     device.outer_step(v, p);
     device.write_back(v);

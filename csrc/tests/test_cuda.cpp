@@ -50,18 +50,24 @@ void same(const Case& a, const Case& b) {
 }
 
 void compare_sync(const std::vector<Shape>& shapes, Wire wire, int replica, int replicas, int bad,
-                  const Policy& p, bool anchored = true, bool replicated = false) {
+                  const Policy& p, bool anchored = true, bool replicated = false, bool late = false,
+                  float keep = 0.0f) {
   static unsigned seed = 0;
   ++seed;
   Case expected(shapes, wire, replica, replicas, seed, replicated);
-  expected.v.anchored = anchored;
+  const auto set = [=](LayerView& v) {
+    v.anchored = anchored;
+    v.late = late;
+    v.keep = keep;
+  };
+  set(expected.v);
   cpu::CpuDevice cpu_device;
   expected.sync(cpu_device, p, bad, [] {});
   for (const emu::Order order : kOrders) {
     emu::machine.order = order;
     const Side stream(seed + static_cast<size_t>(order));
     Case found(shapes, wire, replica, replicas, seed, replicated);
-    found.v.anchored = anchored;
+    set(found.v);
     CudaDevice device(stream);
     found.sync(device, p, bad, [&] { stream.settle(); });
     same(found, expected);
@@ -90,6 +96,20 @@ void passes() {
     for (const int bad : {-1, 0}) {
       compare_sync({{70000, DType::f32, 0}, {5, DType::bf16, 0}}, wire, 1, 3, bad, p, true, true);
       compare_sync({{257, DType::bf16, 3}}, wire, 1, 2, bad, p, true, true);
+    }
+    // Results that come steps later: CO2's rules, and a mix with the local weights.
+    Policy stale = p;
+    stale.clip_norm = 0.0;
+    stale.clip_value = 0.5;
+    for (const double gap : {0.0, 2.0}) {
+      stale.gap_scale = gap;
+      stale.staleness = 1.5;
+      for (const bool whole : {false, true}) {
+        for (const int bad : {-1, 0}) {
+          compare_sync({{70000, DType::f32, 0}, {517, DType::bf16, 1}}, wire, 1, 3, bad, stale,
+                       true, whole, true, gap > 0.0 ? 0.25f : 0.0f);
+        }
+      }
     }
     // More chunks than blocks, so that shared memory is used again.
     compare_sync({{1300000, DType::f32, 0}}, wire, 0, 2, -1, p);

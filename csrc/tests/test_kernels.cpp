@@ -128,10 +128,11 @@ void merge_of(Wire wire, const std::vector<float>& weights) {
 }
 
 template <class W>
-void outer_and_back(Wire wire, OuterStep o) {
+void outer_and_back(Wire wire, OuterStep o, bool late = false, float keep = 0.0f) {
   for (int n : kSizes) {
     const std::vector<float> merged = floats(n), anchor = floats(n), momentum = floats(n);
-    const bool steps_back = wire != Wire::f32;
+    const std::vector<float> local = floats(n);
+    const bool steps_back = late || wire != Wire::f32;
     std::vector<float> first_anchor, first_momentum;
     std::vector<f16> first_param;
     for (const Kernels* const* k = cpu::runnable_kernels(); *k; ++k) {
@@ -140,7 +141,8 @@ void outer_and_back(Wire wire, OuterStep o) {
       (*k)->outer_step(n, o, Wire::f32, merged.data(), a.data(), m.data(), wire,
                        steps_back ? step.data() : nullptr);
       Guarded<f16> param(n, 3);
-      (*k)->write_back(n, a.data(), wire, steps_back ? step.data() : nullptr, DType::f16,
+      for (int i = 0; i < n; ++i) param.data[i] = from_float<f16>(local[i]);
+      (*k)->write_back(n, a.data(), wire, steps_back ? step.data() : nullptr, keep, DType::f16,
                        param.data, false);
       CHECK(param.intact());
       if (k == cpu::runnable_kernels()) {
@@ -149,11 +151,14 @@ void outer_and_back(Wire wire, OuterStep o) {
         first_param = param.copy();
         for (int i = 0; i < n; ++i) {
           const double g = static_cast<double>(o.clip) * merged[i];
-          const double buf = o.replace ? 0.0 : o.momentum * static_cast<double>(momentum[i]) + g;
+          double buf = o.replace ? 0.0 : o.momentum * static_cast<double>(momentum[i]) + g;
+          if (o.limit > 0.0f) buf = std::max(std::min<double>(buf, o.limit), -1.0 * o.limit);
           const double s = o.replace ? g : o.lr * (o.nesterov ? g + o.momentum * buf : buf);
-          CHECK(near(a[i], anchor[i] - s, steps_back ? 1e-2 : 1e-6));
+          CHECK(near(a[i], anchor[i] - s, wire != Wire::f32 ? 1e-2 : 1e-6));
           if (!o.replace) CHECK(near(m[i], buf, 1e-6));
-          CHECK(param.data[i] == from_float<f16>(a[i]));
+          const float own = to_float(from_float<f16>(local[i]));
+          const float mixed = keep == 0.0f ? a[i] : keep * own + (1.0f - keep) * a[i];
+          CHECK(param.data[i] == from_float<f16>(mixed));
         }
       }
       CHECK(same_bits(a, first_anchor) && same_bits(m, first_momentum));
@@ -163,7 +168,7 @@ void outer_and_back(Wire wire, OuterStep o) {
 }
 
 void stacked(int replicas) {
-  const OuterStep o{0.7f, 0.8f, 1.0f, true, false};
+  const OuterStep o{0.7f, 0.8f, 1.0f, 0.0f, true, false};
   for (int n : kSizes) {
     std::vector<std::vector<float>> params;
     for (int r = 0; r < replicas; ++r) params.push_back(floats(n));
@@ -225,7 +230,7 @@ void vector_conversions(DType type) {
     for (int i = 0; i < n; ++i) want[i] = from_float<T>(anchor[i]);
     for (const Kernels* const* k = cpu::runnable_kernels(); *k; ++k) {
       std::vector<T> param(n);
-      (*k)->write_back(n, anchor.data(), Wire::f32, nullptr, type, param.data(), false);
+      (*k)->write_back(n, anchor.data(), Wire::f32, nullptr, 0.0f, type, param.data(), false);
       CHECK(same_bits(param, want));
     }
   }
@@ -250,10 +255,14 @@ int main() {
     merge_of<bf16>(Wire::bf16, weights);
   }
   for (bool nesterov : {false, true}) {
-    outer_and_back<float>(Wire::f32, {0.7f, 0.8f, 0.5f, nesterov, false});
-    outer_and_back<bf16>(Wire::bf16, {0.7f, 0.8f, 0.5f, nesterov, false});
+    for (float limit : {0.0f, 0.25f}) {
+      outer_and_back<float>(Wire::f32, {0.7f, 0.8f, 0.5f, limit, nesterov, false});
+      outer_and_back<bf16>(Wire::bf16, {0.7f, 0.8f, 0.5f, limit, nesterov, false});
+      outer_and_back<float>(Wire::f32, {0.7f, 0.8f, 0.5f, limit, nesterov, false}, true, 0.3f);
+      outer_and_back<bf16>(Wire::bf16, {0.7f, 0.8f, 0.5f, limit, nesterov, false}, true, 1.0f);
+    }
   }
-  outer_and_back<float>(Wire::f32, {1.0f, 0.0f, 1.0f, false, true});
+  outer_and_back<float>(Wire::f32, {1.0f, 0.0f, 1.0f, 0.0f, false, true});
   for (int replicas : {1, 2, 3, 4, 5, 8}) stacked(replicas);
   conversions<bf16>();
   conversions<f16>();

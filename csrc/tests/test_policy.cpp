@@ -56,13 +56,13 @@ void golden_clip() {
   p.clip_norm = 0.05;
   const MergeRecord record{0.0851008972 * 0.0851008972, 0};
   Decision d{};
-  decide_clip(p, 1, &record, d);
+  decide_clip(p, 1, &record, nullptr, d);
   CHECK(near(d.clip, 0.5875309673, 1e-8));
   p.clip_norm = 10.0;
-  decide_clip(p, 1, &record, d);
+  decide_clip(p, 1, &record, nullptr, d);
   CHECK(d.clip == 1.0);
   const MergeRecord bad{kInf, 0};
-  decide_clip(p, 1, &bad, d);
+  decide_clip(p, 1, &bad, nullptr, d);
   CHECK(d.skip == 1);
 }
 
@@ -183,10 +183,10 @@ void too_few_steps_are_void() {
   CHECK(c.d.skip == kVoid && untouched());  // one of them has ended, the other goes on
   const uint64_t hash = c.d.hash;
   const MergeRecord nothing[2] = {{0.0, hash}, {0.0, hash}};
-  decide_clip(p, 2, nothing, c.d);
+  decide_clip(p, 2, nothing, nullptr, c.d);
   CHECK(c.d.skip == kVoid && c.d.status == kOk);
   const MergeRecord other[2] = {{kNan, hash}, {0.0, hash + 1}};
-  decide_clip(p, 2, other, c.d);
+  decide_clip(p, 2, other, nullptr, c.d);
   CHECK(c.d.skip == kVoid && c.d.status == kDisagree);
 
   // What another least, or none, would have said is another decision.
@@ -225,7 +225,7 @@ void disagreement_is_seen() {
   const MergeRecord records[2] = {{1.0, 5}, {1.0, 6}};
   Decision d{};
   d.hash = 5;
-  decide_clip(Policy{}, 2, records, d);
+  decide_clip(Policy{}, 2, records, nullptr, d);
   CHECK((d.status & kDisagree) && d.skip == 1);
 }
 

@@ -27,6 +27,9 @@ class ClosedDevice final : public Device {
   void merge(const LayerView& v) override {
     inside([&] { device_.merge(v); });
   }
+  void gap(const LayerView& v) override {
+    inside([&] { device_.gap(v); });
+  }
   void encode_merged(const LayerView& v) override {
     inside([&] { device_.encode_merged(v); });
   }

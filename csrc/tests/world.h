@@ -100,6 +100,7 @@ struct RankLayer {
     v.records = scalars.take<NormRecord>(replicas);
     v.per_replica = scalars.take<PerReplica>(replicas);
     v.merge_records = scalars.take<MergeRecord>(v.mesh_ranks);
+    v.gaps = scalars.take<double>(v.mesh_ranks);
     v.decision = scalars.take<Decision>(1);
   }
 

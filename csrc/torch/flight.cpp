@@ -54,6 +54,10 @@ bool BufferPool::give_room(Buffers& b, at::Device device) const {
          b.momentum.unsafeGetTensorImpl() != before[1];
 }
 
+at::Tensor BufferPool::room(Buffers& b, int64_t floats, at::Device device) {
+  return grown(b, b.anchor, floats * 4, device).narrow(0, 0, floats * 4).view(at::kFloat);
+}
+
 ScalarBlock::ScalarBlock(at::Device where, int replicas, int shards, int mesh_ranks) {
   int64_t at = 0;
   const auto take = [&at](int64_t bytes) {
@@ -65,6 +69,7 @@ ScalarBlock::ScalarBlock(at::Device where, int replicas, int shards, int mesh_ra
   records = take(replicas * static_cast<int64_t>(sizeof(NormRecord)));
   per_replica = take(replicas * static_cast<int64_t>(sizeof(PerReplica)));
   merge_records = take(mesh_ranks * static_cast<int64_t>(sizeof(MergeRecord)));
+  gaps = take(mesh_ranks * static_cast<int64_t>(sizeof(double)));
   decision = take(sizeof(Decision));
   device = zeros_on(where, at);
   host = on_cuda(where) ? pinned_bytes(at) : device;
@@ -110,6 +115,7 @@ void Flight::point() {
   v.records = reinterpret_cast<NormRecord*>(base + scalars.records);
   v.per_replica = reinterpret_cast<PerReplica*>(base + scalars.per_replica);
   v.merge_records = reinterpret_cast<MergeRecord*>(base + scalars.merge_records);
+  v.gaps = reinterpret_cast<double*>(base + scalars.gaps);
   v.decision = reinterpret_cast<Decision*>(base + scalars.decision);
 }
 

@@ -34,6 +34,8 @@ class BufferPool {
   // there is any, so that the room need not grow later. give_room is true when it made new memory.
   void reserve(int64_t anchor, int64_t momentum);
   bool give_room(Buffers& b, at::Device device) const;
+  // Room for the anchor of a layer that has none of its own, `floats` of it.
+  static at::Tensor room(Buffers& b, int64_t floats, at::Device device);
 
  private:
   int64_t anchor_ = 0, momentum_ = 0;
@@ -48,7 +50,8 @@ inline int group_rank(const std::shared_ptr<Comm>& c) { return c ? c->rank() : 0
 // that it is copied to when the sync is over. On the CPU both are one.
 struct ScalarBlock {
   at::Tensor device, host;
-  int64_t records = 0, per_replica = 0, merge_records = 0, decision = 0;  // places, in bytes
+  // Places, in bytes.
+  int64_t records = 0, per_replica = 0, merge_records = 0, gaps = 0, decision = 0;
 
   ScalarBlock() = default;
   ScalarBlock(at::Device where, int replicas, int shards, int mesh_ranks);
@@ -67,6 +70,7 @@ struct Flight {
   LayerView view{};
   Policy policy;
   SyncTag tag{};
+  bool restored = false;  // from a saved state: nobody asks how it went
   at::Tensor anchor, momentum, detector;
   ScalarBlock scalars;
   Lane::Ticket ticket = 0;

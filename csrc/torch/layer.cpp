@@ -20,8 +20,7 @@ at::Device device_of(const std::string& layer, const std::vector<at::Tensor>& pa
 }  // namespace
 
 Layer::Layer(std::string name, std::vector<at::Tensor> params, int64_t counted, SharedComms comms,
-             std::shared_ptr<Lane> lane, std::shared_ptr<BufferPool> pool, Wire wire, bool anchored,
-             bool replicated, bool offload)
+             std::shared_ptr<Lane> lane, std::shared_ptr<BufferPool> pool, LayerKind kind)
     : name_(std::move(name)),
       params_(std::move(params)),
       counted_(counted),
@@ -29,15 +28,17 @@ Layer::Layer(std::string name, std::vector<at::Tensor> params, int64_t counted, 
       lane_(std::move(lane)),
       device_(device_of(name_, params_)),
       pool_(std::move(pool)),
-      wire_(wire),
-      anchored_(anchored),
-      replicated_(replicated && anchored && group_size(comms_.replica) > 1),
+      kind_(kind),
       staged_(params_.size()) {
   c10::NoGradGuard no_grad;
   TORCH_CHECK_VALUE(counted >= 0 && counted <= static_cast<int64_t>(params_.size()), "layer ",
                     name_, ": counted is ", counted, "; expected 0 to ", params_.size());
-  TORCH_CHECK_VALUE(!offload || on_cuda(device_), "layer ", name_, ": offload is true on ", device_,
-                    "; expected false where there is no GPU");
+  TORCH_CHECK_VALUE(!kind_.offload || on_cuda(device_), "layer ", name_, ": offload is true on ",
+                    device_, "; expected false where there is no GPU");
+  TORCH_CHECK_VALUE(!kind_.late || (kind_.anchored && !kind_.offload), "layer ", name_,
+                    ": late is true; expected an anchor that stays where the parameters are");
+  kind_.momentum = kind_.momentum && kind_.anchored;
+  kind_.replicated = kind_.replicated && kind_.momentum && group_size(comms_.replica) > 1;
   for (size_t i = 0; i < params_.size(); ++i) {
     const std::string item = "layer " + name_ + ": params[" + std::to_string(i) + "]";
     const at::Tensor& p = params_[i];
@@ -60,13 +61,15 @@ Layer::Layer(std::string name, std::vector<at::Tensor> params, int64_t counted, 
   piece_ = piece_size(size_, replicas);
   const at::TensorOptions here(device_);
   const auto zeros = [&](int64_t n) {
-    return offload ? pinned_zeros(n) : at::zeros({n}, here.dtype(at::kFloat));
+    return kind_.offload ? pinned_zeros(n) : at::zeros({n}, here.dtype(at::kFloat));
   };
-  anchor_ = zeros(replicas * piece_);
-  if (anchored_) momentum_ = zeros(replicated_ ? replicas * piece_ : piece_);
+  if (kind_.anchored) anchor_ = zeros(replicas * piece_);
+  if (kind_.momentum) momentum_ = zeros(kind_.replicated ? replicas * piece_ : piece_);
   detector_ = at::zeros({replicas, 5}, here.dtype(at::kDouble));
-  if (offload) offload_ = std::make_unique<Offload>(lane_, pool_, device_, anchor_, momentum_);
-  if (anchored_) capture();
+  if (kind_.offload) {
+    offload_ = std::make_unique<Offload>(lane_, pool_, device_, anchor_, momentum_);
+  }
+  if (kind_.anchored) capture();
 }
 
 std::string Layer::where(const SyncTag& tag) const {
@@ -108,34 +111,47 @@ at::Tensor Layer::part_of(const at::Tensor& flat, size_t i) const {
 
 void Layer::fetch() {
   if (!offload_) return;
-  if (flight_) throw std::runtime_error("layer " + name_ + ": fetch() while a sync is in flight");
+  if (in_flight()) {
+    throw std::runtime_error("layer " + name_ + ": fetch() while a sync is in flight");
+  }
   const c10::DeviceGuard guard(device_);
   offload_->fetch();
 }
 
-void Layer::begin(const Policy& policy, const SyncTag& tag) {
-  c10::NoGradGuard no_grad;
-  if (flight_) throw std::runtime_error(where(tag) + "the layer is in flight already");
-  const c10::DeviceGuard guard(device_);
-  const Range range(name_, "begin");
-  if (last_) stats();  // nobody has asked: what it may have to throw must not be lost
+// A flight with buffers, its view pointing at everything; nothing has run.
+std::shared_ptr<Flight> Layer::take_off() {
   auto f = std::make_shared<Flight>();
   f->begin_timer = std::make_shared<Timer>(device_);
   f->buffers = offload_ ? offload_->take() : pool_->acquire();
   if (f->buffers->last_use) f->buffers->last_use->before_current();
   f->comms = comms_;
   f->layout = layout(true);
-  f->policy = policy;
-  f->tag = tag;
-  f->anchor = anchor_;
+  f->anchor = kind_.anchored
+                  ? anchor_
+                  : BufferPool::room(*f->buffers, group_size(comms_.replica) * piece_, device_);
   f->momentum = momentum_;
   if (offload_) offload_->point(*f);
   f->detector = detector_;
-  f->view.wire = wire_;
-  f->view.anchored = anchored_;
-  f->view.replicated = replicated_;
+  f->view.wire = kind_.wire;
+  f->view.anchored = kind_.anchored;
+  f->view.replicated = kind_.replicated;
+  f->view.late = kind_.late;
   f->point();
   f->tables = table_.point(f->view, device_);
+  return f;
+}
+
+void Layer::begin(const Policy& policy, const SyncTag& tag) {
+  c10::NoGradGuard no_grad;
+  if (flights_.size() > (kind_.late ? 1 : 0)) {
+    throw std::runtime_error(where(tag) + "the layer is in flight already");
+  }
+  const c10::DeviceGuard guard(device_);
+  const Range range(name_, "begin");
+  if (last_) stats();  // nobody has asked: what it may have to throw must not be lost
+  const std::shared_ptr<Flight> f = take_off();
+  f->policy = policy;
+  f->tag = tag;
   run_on(device_, [&](Device& passes) { sync_begin(passes, f->view); });
   f->begin_timer->stop();
   f->ticket = lane_->submit(comms_, [f, at = where(tag), name = name_, watched = Watched()](
@@ -154,16 +170,17 @@ void Layer::begin(const Policy& policy, const SyncTag& tag) {
     f->bytes_sent = f->sent() - before;
     f->exchange_seconds = timer.seconds_so_far();
   });
-  flight_ = std::move(f);
+  flights_.push_back(f);
 }
 
 bool Layer::wait_for(double seconds) {
-  if (!flight_) throw std::runtime_error("layer " + name_ + ": no sync is in flight");
+  if (!in_flight()) throw std::runtime_error("layer " + name_ + ": no sync is in flight");
+  Flight& f = *flights_.front();
   const Timer timer(at::kCPU);
-  look(flight_->tag);
+  look(f.tag);
   const Range range(name_, "wait");
-  const bool done = lane_->wait(flight_->ticket, seconds);
-  if (seconds > 0) flight_->wait_seconds += timer.seconds_so_far();
+  const bool done = lane_->wait(f.ticket, seconds);
+  if (seconds > 0) f.wait_seconds += timer.seconds_so_far();
   return done;
 }
 
@@ -177,20 +194,22 @@ void Layer::look(const SyncTag& tag) const {
   }
 }
 
-void Layer::finish() {
+void Layer::finish(float keep) {
   c10::NoGradGuard no_grad;
   const c10::DeviceGuard guard(device_);
   const Range range(name_, "write_back");
-  const std::shared_ptr<Flight> f = std::move(flight_);
-  flight_ = nullptr;
+  if (last_) stats();
+  const std::shared_ptr<Flight> f = std::move(flights_.front());
+  flights_.pop_front();
   f->stall_timer = std::make_shared<Timer>(device_);
   lane_->join(f->ticket);
   f->stall_timer->stop();
   f->write_back_timer = std::make_shared<Timer>(device_);
   // Where the parameters live now, wherever they were at begin. A void sync copies out what it
   // copies in here.
-  f->layout = layout(f->policy.min_steps > 0);
+  f->layout = layout(f->policy.min_steps > 0 || keep != 0.0f);
   f->layout.describe(f->view);
+  f->view.keep = keep;
   for (const at::Tensor& t : table_.point(f->view, device_)) f->tables.push_back(t);
   run_on(device_, [&](Device& passes) { sync_finish(passes, f->view); });
   copy_out();
@@ -211,6 +230,7 @@ const LayerStats& Layer::stats() {
     const std::shared_ptr<Flight> f = std::move(last_);
     last_ = nullptr;
     const double on_stream = lane_->seconds(f->ticket);
+    if (f->restored) return *(stats_ = LayerStats{});
     const auto* records = f->scalars.read<NormRecord>(f->scalars.records);
     const auto* replicas = f->scalars.read<PerReplica>(f->scalars.per_replica);
     stats_ = LayerStats{f->tag,
@@ -252,7 +272,9 @@ void Layer::judge(const Flight& f) {
 }
 
 void Layer::rebind(std::vector<at::Tensor> params) {
-  if (flight_) throw std::runtime_error("layer " + name_ + ": rebind() while a sync is in flight");
+  if (in_flight() && !kind_.late) {
+    throw std::runtime_error("layer " + name_ + ": rebind() while a sync is in flight");
+  }
   TORCH_CHECK_VALUE(params.size() == params_.size(), "layer ", name_, ": got ", params.size(),
                     " tensors; expected ", params_.size());
   for (size_t i = 0; i < params.size(); ++i) {
@@ -283,7 +305,9 @@ const at::Tensor& Layer::home() const {
   return anchor_;
 }
 
-at::Tensor Layer::anchor() const { return home().narrow(0, 0, size_); }
+at::Tensor Layer::anchor() const {
+  return kind_.anchored ? home().narrow(0, 0, size_) : at::Tensor();
+}
 
 at::Tensor Layer::momentum() const {
   home();
@@ -308,6 +332,28 @@ at::Tensor Layer::join(const std::vector<at::Tensor>& tensors) const {
     part_of(flat, i).copy_(tensors[i]);
   }
   return flat;
+}
+
+std::vector<at::Tensor> Layer::step_in_flight() const {
+  const c10::DeviceGuard guard(device_);
+  const Flight& f = *flights_.front();
+  lane_->join(f.ticket);
+  const at::ScalarType type = kind_.wire == Wire::f32 ? at::kFloat : at::kBFloat16;
+  const at::Tensor sent = f.buffers->send.narrow(0, 0, wire_bytes(kind_.wire, size_)).view(type);
+  return split(sent.to(at::kFloat));
+}
+
+void Layer::load_step(const std::vector<at::Tensor>& step) {
+  c10::NoGradGuard no_grad;
+  const c10::DeviceGuard guard(device_);
+  const std::shared_ptr<Flight> f = take_off();
+  const at::Tensor flat = join(step);
+  const at::ScalarType type = kind_.wire == Wire::f32 ? at::kFloat : at::kBFloat16;
+  f->buffers->send.narrow(0, 0, wire_bytes(kind_.wire, flat.numel())).view(type).copy_(flat);
+  f->begin_timer->stop();
+  f->restored = true;
+  f->ticket = lane_->submit(comms_, [f](Device&, const Comms&) {});
+  flights_.push_back(f);
 }
 
 }  // namespace edit_ext

@@ -33,12 +33,12 @@ void translate(std::exception_ptr error) {
 
 // Without the interpreter lock, so that other Python threads run; signals are looked at ten times
 // a second, so that Ctrl-C ends the wait.
-void wait(Layer& layer) {
+void wait(Layer& layer, float keep) {
   while (true) {
     {
       py::gil_scoped_release unlocked;
       if (layer.wait_for(0.1)) {
-        layer.finish();
+        layer.finish(keep);
         return;
       }
     }
@@ -95,7 +95,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("outer_momentum"), py::arg("nesterov"), py::arg("clip_norm"),
            py::arg("weighting"), py::arg("temperature"), py::arg("z_threshold"),
            py::arg("ema_alpha"), py::arg("ema_warmup"), py::arg("max_flags_in_a_row"),
-           py::arg("min_steps") = 0);
+           py::arg("min_steps") = 0, py::arg("clip_value") = py::none(), py::arg("staleness") = 1.0,
+           py::arg("gap_scale") = py::none());
 
   py::class_<Comm, shared_ptr<Comm>>(m, "Comm")
       .def_property_readonly("rank", &Comm::rank)
@@ -129,17 +130,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](std::string name, std::vector<at::Tensor> params, shared_ptr<Comm> replica,
                        shared_ptr<Comm> shard, shared_ptr<Comm> mesh, shared_ptr<Lane> lane,
                        shared_ptr<BufferPool> pool, const std::string& wire, bool anchored,
-                       std::optional<int64_t> counted, bool replicated, bool offload) {
+                       std::optional<int64_t> counted, bool momentum, bool replicated, bool late,
+                       bool offload) {
              const auto all = static_cast<int64_t>(params.size());
              return std::make_shared<Layer>(
                  std::move(name), std::move(params), counted.value_or(all),
                  SharedComms{std::move(shard), replica, mesh ? std::move(mesh) : replica},
-                 std::move(lane), std::move(pool), wire_named(wire), anchored, replicated, offload);
+                 std::move(lane), std::move(pool),
+                 LayerKind{wire_named(wire), anchored, momentum, replicated, late, offload});
            }),
            py::arg("name"), py::arg("params"), py::kw_only(), py::arg("replica"),
            py::arg("shard") = nullptr, py::arg("mesh") = nullptr, py::arg("lane"), py::arg("pool"),
            py::arg("wire") = "fp32", py::arg("anchored") = true, py::arg("counted") = py::none(),
-           py::arg("replicated") = false, py::arg("offload") = false)
+           py::arg("momentum") = true, py::arg("replicated") = false, py::arg("late") = false,
+           py::arg("offload") = false)
       .def("fetch", &Layer::fetch, unlocked())
       .def(
           "begin",
@@ -148,7 +152,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           },
           py::arg("policy"), py::kw_only(), py::arg("sync_index"), py::arg("steps"),
           py::arg("done"), unlocked())
-      .def("wait", &wait)
+      .def("wait", &wait, py::arg("keep") = 0.0f)
       .def_property_readonly("settled", &Layer::settled)
       .def("ready", [](Layer& layer) { return layer.wait_for(0.0); })
       .def("rebind", &Layer::rebind, py::arg("params"))
@@ -159,9 +163,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("join", &Layer::join, py::arg("tensors"))
       .def("anchor_like", &Layer::anchor_like, unlocked())
       .def("load_anchor", &Layer::load_anchor, py::arg("tensors"), unlocked())
+      .def("step_in_flight", &Layer::step_in_flight, unlocked())
+      .def("load_step", &Layer::load_step, py::arg("step"), unlocked())
       .def_property_readonly("name", &Layer::name)
       .def_property_readonly("params", &Layer::params)
       .def_property_readonly("size", &Layer::size)
+      .def_property_readonly("piece", &Layer::piece)
       .def_property_readonly("in_flight", &Layer::in_flight)
       .def_property_readonly("anchor", state<&Layer::anchor>)
       .def_property_readonly("momentum", state<&Layer::momentum>)

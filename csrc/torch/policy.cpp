@@ -9,7 +9,9 @@ namespace edit_ext {
 Policy make_policy(const std::string& outer, double outer_lr, double outer_momentum, bool nesterov,
                    std::optional<double> clip_norm, const std::string& weighting,
                    double temperature, std::optional<double> z_threshold, double ema_alpha,
-                   int64_t ema_warmup, int64_t max_flags_in_a_row, int64_t min_steps) {
+                   int64_t ema_warmup, int64_t max_flags_in_a_row, int64_t min_steps,
+                   std::optional<double> clip_value, double staleness,
+                   std::optional<double> gap_scale) {
   Policy p;
   TORCH_CHECK_VALUE(outer == "sgd" || outer == "replace", "outer is '", outer,
                     "'; expected 'sgd' or 'replace'");
@@ -40,6 +42,13 @@ Policy make_policy(const std::string& outer, double outer_lr, double outer_momen
   TORCH_CHECK_VALUE(max_flags_in_a_row >= 1, "max_flags_in_a_row is ", max_flags_in_a_row,
                     "; expected at least 1");
   TORCH_CHECK_VALUE(min_steps >= 0, "min_steps is ", min_steps, "; expected at least 0");
+  for (const auto& [name, given] :
+       {std::pair{"clip_value", clip_value}, {"gap_scale", gap_scale}}) {
+    TORCH_CHECK_VALUE(!given || (*given > 0.0 && finite(*given)), name, " is ", given.value_or(0),
+                      "; expected a number above 0, or None for none");
+  }
+  TORCH_CHECK_VALUE(staleness >= 1.0 && finite(staleness), "staleness is ", staleness,
+                    "; expected a number of at least 1");
   p.outer_lr = outer_lr;
   p.outer_momentum = outer_momentum;
   p.nesterov = nesterov;
@@ -51,6 +60,9 @@ Policy make_policy(const std::string& outer, double outer_lr, double outer_momen
   p.ema_warmup = static_cast<int32_t>(ema_warmup);
   p.max_flags_in_a_row = static_cast<int32_t>(max_flags_in_a_row);
   p.min_steps = min_steps;
+  p.clip_value = clip_value.value_or(0.0);
+  p.staleness = staleness;
+  p.gap_scale = gap_scale.value_or(0.0);
   return p;
 }
 
