@@ -35,6 +35,11 @@ from .state import read_counts, read_flights, refuse_flights, take_counts, take_
 
 FORMAT = 2
 REPLICA = re.compile(r"^(.*\.)?replica(\d+)\.meta$")
+UNREADABLE = (
+    OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, IndexError, KeyError,
+    TypeError, ValueError,
+)  # fmt: skip
+"""What reading a file that is no pickle of DCP's description may raise."""
 Source = str | PathLike[str] | dcp.StorageReader
 
 
@@ -230,7 +235,7 @@ def saved_in(source: Source, params: set[str] | None = None, run: str | None = N
     reader = source if isinstance(source, dcp.StorageReader) else dcp.FileSystemReader(source)
     try:
         keys = dict(reader.read_metadata().state_dict_metadata)
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{source} is no checkpoint of torch.distributed.checkpoint") from error
     replicas: dict[str, int] = {}
     for match in filter(None, map(REPLICA.match, keys)):

@@ -73,8 +73,10 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
 
 
 def read_counts(engine: Engine) -> dict[str, Any]:
-    """Steps, syncs and the open window of this rank, as plain numbers."""
+    """Steps, syncs and the open window of this rank, as plain numbers. What is in flight has
+    arrived afterwards, so that momenta and detectors stand still."""
     with engine.watched():
+        engine.syncs.wait_for_flights()
         engine.syncs.settle()  # what a void sync gives back belongs to the window
         if engine.alarm is not None:
             engine.alarm.settle()
@@ -96,9 +98,8 @@ def take_counts(engine: Engine, saved: dict[str, Any]) -> None:
 
 def read_flights(engine: Engine) -> list[dict[str, Any]]:
     """What is in flight and lands later: `windows`, `due` and `keep` of a sync, and by parameter
-    the `steps` that will be taken off the anchors, shaped like this rank's part. Waits for it."""
-    with engine.watched():
-        engine.syncs.wait_for_flights()
+    the `steps` that will be taken off the anchors, shaped like this rank's part. After
+    `read_counts`."""
     flights = []
     for sync in engine.syncs.airborne:
         steps: dict[str, torch.Tensor] = {}

@@ -96,9 +96,9 @@ class Trajectory:
     states: list[dict[str, Values]]  # of each replica, at the end
 
 
-def train(start: Values, grad: Gradient, replicas: int, steps: int, inner: Step, rule: Rule) -> (
-    Trajectory
-):
+def train(
+    start: Values, grad: Gradient, replicas: int, steps: int, inner: Step, rule: Rule
+) -> Trajectory:
     """Train `replicas` workers for `steps` steps and close."""
     workers = [Worker(dict(start)) for _ in range(replicas)]
     forwards = []
@@ -217,7 +217,8 @@ class CO2(Outer):
     """One window late: x_{t+1} = x_t - lr m_t with m_t from what was sent a window earlier."""
 
     def __init__(self, start: Values, every: int, lr: float, mu: float, clip: float | None,
-                 layer_of: Callable[[str], str], constant: float = 1.0, gap: float = 0.0) -> None:  # fmt: skip
+                 layer_of: Callable[[str], str], constant: float = 1.0,
+                 gap: float = 0.0) -> None:  # fmt: skip
         super().__init__(start, every, lr, mu, nesterov=False, clip=clip)
         self.constant, self.gap, self.layer_of = constant, gap, layer_of
         self.sent: Values | None = None
