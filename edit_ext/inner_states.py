@@ -45,7 +45,7 @@ class InnerStates:
                         "leave it out of state_every, or use another optimizer"
                     )
                 found.add(key)
-        if not found and not any(self._of(p) for p in params.values()):
+        if all(p.grad is None and not self._of(p) for p in params.values()):
             return  # no gradient has come yet
         self.checked = True
         for _, track in self._recipe.state_tracks():

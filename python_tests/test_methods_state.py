@@ -125,9 +125,7 @@ def in_flight_elsewhere(name: str) -> None:
     assert state["flights"]
     with pytest.raises(RuntimeError, match="cannot be loaded over an exchange in flight"):
         run[2].load_state_dict(state)
-    with pytest.raises(
-        RuntimeError, match=r"resize\(\) was refused .* call flush\(\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"resize\(\) was refused .* call flush\(\)"):
         run[2].resize([0, 1])
     run[2].flush()
     run[2].resize([0, 1])
