@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, Command] = {
     "bench": Command("measure: kernels", "edit_ext.bench.__main__"),
     "export": Command("the agreed model of a checkpoint as a plain file", "edit_ext.export"),
     "report": Command("draw what runs have recorded", "edit_ext.report"),
+    "plan": Command("what each method would cost on a link", "edit_ext.plan"),
 }
 
 

@@ -22,7 +22,7 @@ def payload_bytes(job: Job, wire: int) -> float:
 
 
 def bytes_per_step(job: Job, schedule: Schedule) -> float:
-    """The payload times 1/K_x + 1/K_u + 1/K_v + ..., the syncs a step (section 2.3)."""
+    """The payload times 1/K_x + 1/K_u + 1/K_v + ..., the syncs a step (arXiv 2505.22549)."""
     wire = WIRES[job.wire] if schedule.adjustable else 4
     syncs = 1 / schedule.every + sum(1 / period for period in schedule.states)
     return payload_bytes(job, wire) * syncs
