@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from . import methods
 from .planner_memory import state_bytes
 from .planner_time import (
     bytes_per_step,
@@ -27,7 +28,7 @@ from .planner_time import (
 )
 from .planner_units import WIRES, PlanError, at_least
 
-SYNC_SECONDS = 600.0  # between two syncs of a-edit
+SYNC_SECONDS = methods.AEDiT().sync_seconds
 ROUNDING = 1e-12  # a period that is whole but for it is whole
 STATE_RATIOS = (3, 6)  # periods of exp_avg and exp_avg_sq by that of the weights, if not given
 
@@ -112,21 +113,33 @@ class Schedule:
         return self.hidden_by != "backward"
 
 
+_STREAMING = methods.StreamingDiLoCo()
+_CLOCKS = methods.DESLOC()
+_TOGETHER = methods.LocalAdam().sync_every
+_STATES = tuple(float(track.every) for _, track in _CLOCKS.recipe().state_tracks())
+
+# By the settings' own defaults.
 DEFAULTS: Mapping[str, Schedule] = {
     each.method: each
     for each in (
         Schedule(method="synchronous", every=1, hidden_by="backward"),
-        Schedule(method="post-local-sgd", every=16),
-        Schedule(method="diloco", every=500),
-        Schedule(method="streaming-diloco", every=100, hidden_by="delay", fragments=4, delay=5),
-        Schedule(method="co2", every=48, hidden_by="window"),
-        Schedule(method="co2-star", every=48),
-        Schedule(method="edit", every=128),
+        Schedule(method="post-local-sgd", every=methods.PostLocalSGD().sync_every),
+        Schedule(method="diloco", every=methods.DiLoCo().sync_every),
+        Schedule(
+            method="streaming-diloco",
+            every=_STREAMING.sync_every,
+            hidden_by="delay",
+            fragments=_STREAMING.fragments,
+            delay=_STREAMING.delay,
+        ),
+        Schedule(method="co2", every=methods.CO2().sync_every, hidden_by="window"),
+        Schedule(method="co2-star", every=methods.CO2Star().sync_every),
+        Schedule(method="edit", every=methods.EDiT().sync_every),
         Schedule(method="a-edit", every=SYNC_SECONDS),  # at one step a second: see `scheduled`
-        Schedule(method="local-adam", every=256, states=(256, 256)),
-        Schedule(method="des-loc", every=32, states=(96, 192)),
-        Schedule(method="fedavg-persistent", every=256),
-        Schedule(method="fedavg-reset", every=256),
+        Schedule(method="local-adam", every=_TOGETHER, states=(_TOGETHER, _TOGETHER)),
+        Schedule(method="des-loc", every=_CLOCKS.param_every, states=_STATES),
+        Schedule(method="fedavg-persistent", every=methods.FedAvgPersistent().sync_every),
+        Schedule(method="fedavg-reset", every=methods.FedAvgReset().sync_every),
     )
 }
 

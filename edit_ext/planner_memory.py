@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from .planner_units import WIRES
@@ -13,35 +14,34 @@ REPLACING = ("post-local-sgd", "local-adam", "des-loc", "fedavg-persistent", "fe
 
 
 def state_parts(job: Job, schedule: Schedule) -> dict[str, float]:
-    """Bytes per parameter of the rank's shard, in four kinds; R replicas, w bytes on the wire.
+    """Bytes per parameter of the rank's shard, in three kinds; R replicas, w bytes on the wire.
 
-    | method | anchor | momentum | piece | in flight |
-    | synchronous | 0 | 0 | 0 | 0 |
-    | edit, a-edit, diloco | 4 | 4/R | 0 | layers |
-    | post-local-sgd, local-adam, des-loc, fedavg | 4 | 0 | 0 | layers |
-    | co2 | 4 | 4 | 0 | w + w (R-1)/R |
-    | co2-star | 4 | 4/R | 4/R | layers |
-    | streaming-diloco | 4 | 4/R | 0 | a fragment, or layers with delay 0 |
+    | method | anchor | momentum | in flight |
+    | synchronous | 0 | 0 | 0 |
+    | edit, a-edit, diloco, co2-star | 4 | 4/R | layers |
+    | post-local-sgd, local-adam, des-loc, fedavg | 4 | 0 | layers |
+    | co2 | 4 | 4/R | all |
+    | streaming-diloco | 4 | 4/R | a fragment, or layers with delay 0 |
 
-    A mean that replaces the weights has no momentum, and states have no anchor. co2 sends and
-    receives all of the model for a whole window: that is its second anchor. What flies holds its
-    buffers, b = w + w (R-1)/R + 4/R bytes: what is sent, what is received, and the merged piece.
-    Layers: of `prefetch` of L, b prefetch/L. A fragment: b/fragments.
+    A mean that replaces the weights has no momentum, and states have no anchor. What flies holds
+    its buffers, b = w + w (R-1)/R + 4/R bytes: what is sent, what is received, and the merged
+    piece; and of a state, which has no anchor to come back to, 4 bytes of what comes back. Layers:
+    of `prefetch` of L, b prefetch/L. A fragment: b/fragments. All of them, and one more, for a
+    whole window: in co2 the step that comes back is its second anchor.
     """
     if schedule.method == "synchronous":
-        return {"anchor": 0.0, "momentum": 0.0, "piece": 0.0, "in_flight": 0.0}
+        return {"anchor": 0.0, "momentum": 0.0, "in_flight": 0.0}
     replicas, wire = job.replicas, WIRES[job.wire]
     piece, both_ways = 4 / replicas, wire + wire * (replicas - 1) / replicas
-    flying = (both_ways + piece) * min(job.prefetch, job.layers) / job.layers
+    flying = both_ways + piece + 4 * any(map(math.isfinite, schedule.states))
     momentum = 0.0 if schedule.method in REPLACING else piece
-    parts = {"anchor": 4.0, "momentum": momentum, "piece": 0.0, "in_flight": flying}
     if schedule.method == "co2":
-        parts |= {"momentum": 4.0, "in_flight": both_ways}
-    elif schedule.method == "co2-star":
-        parts["piece"] = piece
+        flying *= (job.layers + 1) / job.layers
     elif schedule.delay:
-        parts["in_flight"] = (both_ways + piece) / schedule.fragments
-    return parts
+        flying /= schedule.fragments
+    else:
+        flying *= min(job.prefetch, job.layers) / job.layers
+    return {"anchor": 4.0, "momentum": momentum, "in_flight": flying}
 
 
 def state_bytes(job: Job, schedule: Schedule) -> float:

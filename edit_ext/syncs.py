@@ -232,10 +232,11 @@ class Syncs:
             self.held.renew(layer)
             policy = rules if layer < self.held.units else mean
             steps = windows[self.held.tracks[layer]]
-            first = self._recipe.overtakes and layer in late and not self.held.layers[layer].in_flight
-            self.held.layers[layer].begin(policy, sync_index=index, steps=steps, done=done)
+            here = self.held.layers[layer]
+            first = self._recipe.overtakes and layer in late and not here.in_flight
+            here.begin(policy, sync_index=index, steps=steps, done=done)
             if first:  # nothing has come back yet: x stays, and the next window starts from it
-                self.held.layers[layer].restore()
+                here.restore()
                 self._reshard(layer)
 
         self._open = sync

@@ -5,10 +5,10 @@ from __future__ import annotations
 import doctest
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from nets import sgd
 from ranks import Ranks
 from torch import nn
 
@@ -176,9 +176,9 @@ def test_memory_by_hand() -> None:
     flying = (4 + 3 + 1) * 2 / 10
     expected = {
         "synchronous": 0, "edit": 5 + flying, "a-edit": 5 + flying, "diloco": 5 + flying,
-        "post-local-sgd": 4 + flying, "local-adam": 4 + flying, "des-loc": 4 + flying,
-        "fedavg-persistent": 4 + flying, "fedavg-reset": 4 + flying, "co2": 4 + 4 + 4 + 3,
-        "co2-star": 4 + 1 + 1 + flying, "streaming-diloco": 5 + 8 / 4,
+        "post-local-sgd": 4 + flying, "local-adam": 4.8 + flying, "des-loc": 4.8 + flying,
+        "fedavg-persistent": 4 + flying, "fedavg-reset": 4 + flying, "co2": 5 + 8 * 11 / 10,
+        "co2-star": 5 + flying, "streaming-diloco": 5 + 8 / 4,
     }  # fmt: skip
     assert expected.keys() == DEFAULTS.keys()
     for method, each in expected.items():
@@ -190,24 +190,41 @@ def test_memory_by_hand() -> None:
 WIDTH, LAYERS = 256, 6
 
 
-def held(wire: str) -> dict[str, int]:
-    """What explain() counts after a sync of equal layers."""
+HELD: dict[str, tuple[Any, Schedule]] = {
+    "edit": (edit_ext.EDiT(sync_every=1), WEIGHTS),
+    "edit-bf16": (edit_ext.EDiT(sync_every=1, wire="bf16"), WEIGHTS),
+    "co2": (edit_ext.CO2(sync_every=1), Schedule(method="co2", every=1, hidden_by="window")),
+    "streaming": (
+        edit_ext.StreamingDiLoCo(sync_every=6, fragments=3, delay=1),
+        Schedule(method="streaming-diloco", every=6, hidden_by="delay", fragments=3, delay=1),
+    ),
+    "post-local-sgd": (
+        edit_ext.PostLocalSGD(sync_every=1), Schedule(method="post-local-sgd", every=1)
+    ),
+    "local-adam": (
+        edit_ext.LocalAdam(sync_every=1), Schedule(method="local-adam", every=1, states=(1, 1))
+    ),
+}  # fmt: skip
+
+
+def held(name: str) -> dict[str, int]:
+    """What explain() counts after some syncs of equal layers."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    optimizer = sgd(model, lr=1e-6)
-    config = edit_ext.EDiT(sync_every=1, wire=wire, timeout=30.0)
-    with edit_ext.attach(model, optimizer, config, start="broadcast") as sync:
-        for _ in range(3):
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-6)
+    with edit_ext.attach(model, optimizer, HELD[name][0], start="broadcast") as sync:
+        for _ in range(8):
             model(torch.ones(1, WIDTH)).square().mean().backward()
             optimizer.step()
         return explain.memory(sync._engine)
 
 
-@pytest.mark.parametrize(("replicas", "wire"), [(2, "fp32"), (4, "bf16")])
-def test_memory_is_what_a_sync_holds(ranks: Ranks, replicas: int, wire: str) -> None:
+@pytest.mark.parametrize(("replicas", "name"), [(4, "edit-bf16"), *((2, name) for name in HELD)])
+def test_memory_is_what_a_sync_holds(ranks: Ranks, replicas: int, name: str) -> None:
     """Anchors and momentum exactly, buffers within 2 % (partial sums are not counted)."""
+    wire = "bf16" if name == "edit-bf16" else "fp32"
     job = replace(JOB, params=LAYERS * WIDTH**2, layers=LAYERS, replicas=replicas, wire=wire)
-    parts = {kind: each * job.params for kind, each in state_parts(job, WEIGHTS).items()}
-    for kinds in ranks.run(replicas, held, wire):
+    parts = {kind: each * job.params for kind, each in state_parts(job, HELD[name][1]).items()}
+    for kinds in ranks.run(replicas, held, name):
         assert kinds["anchors"] == parts["anchor"]
         assert kinds["outer momentum"] == parts["momentum"]
         assert kinds["buffers of layers in flight"] == pytest.approx(parts["in_flight"], rel=0.02)
