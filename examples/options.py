@@ -12,14 +12,13 @@ from typing import Any, NoReturn
 
 import torch
 
-import edit_ext
 from edit_ext.examples.data import check_data
 from edit_ext.examples.kinds import above_zero, at_least, number, number_or_none, step_range
+from edit_ext.examples.method_options import CONFIGS, add_settings, check_settings, config_of
 from edit_ext.examples.model import PRESETS
 from edit_ext.examples.pace import add_pace_options, check_pace
 from edit_ext.examples.runlog import METRICS, tensorboard_missing
 
-METHODS = ("edit", "aedit", "sync")
 Kind = Callable[[str], Any]
 # What a resumed run may change; all other options must be those of the first part.
 CHANGEABLE = {"checkpoint_every", "eval_every", "log_every", "out", "overwrite", "replicas",
@@ -46,7 +45,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     try:
         check_options(options)
         check_pace(options)
-        edit_config(options)
+        config_of(options)
         check_data(options.data)
         if os.environ.get("RANK", "0") == "0":
             prepare_folder(Path(options.out))
@@ -58,7 +57,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="edit-ext train",
-        description="Train a byte-level Llama with EDiT, or with gradients averaged every step.",
+        description="Train a byte-level Llama with EDiT or another method of local updates.",
         epilog="Under torchrun the number of processes is the number of replicas, and with "
         "--resume auto the same line serves a job that is restarted with another number of them. "
         "The learning rate follows the step, whatever the number of replicas; the global batch is "
@@ -66,8 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = _adder(parser, "the run")
-    add("--method", str, "edit", "EDiT; EDiT by the clock, where replicas meet before each "
-        "evaluation and checkpoint; or gradients averaged every step", choices=METHODS)  # fmt: skip
+    add("--method", str, "edit", "sync averages gradients at every step; aedit goes by the clock, "
+        "and replicas meet before each evaluation and checkpoint", choices=CONFIGS)  # fmt: skip
     add("--replicas", at_least(1), _world(), "processes to start here, one replica each")
     add("--threads", at_least(1), None, "torch threads of each process; else the cores are shared")
     add("--out", str, "runs/lm", "folder for metrics and checkpoints, the same for all machines")
@@ -105,10 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--weight-decay", number, 0.1, "of matrices")
     add("--grad-clip", number_or_none, 1.0, "largest norm of a replica's gradient; none = off")
 
-    add = _adder(parser, "EDiT (its own default where nothing is given)")
-    for name, kind in EDIT_OPTIONS.items():
-        default = EDIT_DEFAULTS[name]
-        add("--" + name.replace("_", "-"), kind, argparse.SUPPRESS, f"EDiT's {name} ({default})")
+    add_settings(_adder(parser, "the method (each with its own default where nothing is given)"))
 
     add = _adder(parser, "faults to watch")
     add("--corrupt-replica", at_least(0), None, "the replica that is fed random bytes")
@@ -123,7 +119,7 @@ def _adder(parser: argparse.ArgumentParser, title: str) -> Callable[..., None]:
 
     def add(flag: str, kind: Kind | None, default: Any, text: str, **more: Any) -> None:
         if kind is None:
-            group.add_argument(flag, action="store_true", help=text)
+            group.add_argument(flag, action="store_true", default=default or False, help=text)
             return
         if default not in (None, [], argparse.SUPPRESS):
             text += f" ({default})"
@@ -179,16 +175,7 @@ def check_options(options: argparse.Namespace) -> None:
             f"--corrupt-replica {options.corrupt_replica}: there are only replicas 0 to "
             f"{options.replicas - 1}"
         )
-    known = CONFIGS[options.method]().as_dict() if options.method in CONFIGS else {}
-    for name in EDIT_OPTIONS:
-        if hasattr(options, name) and name not in known:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} has no effect with --method {options.method}")
-    if options.method != "sync" and getattr(options, "warmup_steps", 0) >= options.steps:
-        raise ValueError(
-            f"--warmup-steps {options.warmup_steps} leaves none of the {options.steps} steps "
-            f"to EDiT; use --method sync for that"
-        )
+    check_settings(options)
 
 
 def prepare_folder(out: Path) -> None:
@@ -201,42 +188,6 @@ def prepare_folder(out: Path) -> None:
         raise ValueError(f"--out {out} cannot be written to: {error.strerror}") from error
 
 
-def edit_config(options: argparse.Namespace) -> edit_ext.EDiT | edit_ext.AEDiT:
-    """`sync` is EDiT that never leaves its warm-up: the same hook, the same byte counter.
-
-    Raises ValueError, from EDiT itself, for a setting out of its range.
-    """
-    if options.method == "sync":
-        return edit_ext.EDiT(warmup_steps=options.steps + 1, timeout=options.timeout)
-    given = {name: getattr(options, name) for name in EDIT_OPTIONS if hasattr(options, name)}
-    return CONFIGS[options.method](timeout=options.timeout, **given)
-
-
 def fixed_settings(options: argparse.Namespace) -> dict[str, object]:
     """The options that make a run what it is: what a resumed run must have in common with it."""
     return {k: v for k, v in sorted(vars(options).items()) if k not in CHANGEABLE}
-
-
-CONFIGS: dict[str, type[edit_ext.EDiT | edit_ext.AEDiT]] = {
-    "edit": edit_ext.EDiT,
-    "aedit": edit_ext.AEDiT,
-}
-EDIT_DEFAULTS = {**edit_ext.AEDiT().as_dict(), **edit_ext.EDiT().as_dict()}
-# Handed to the settings as they are; what is not given keeps their own default.
-EDIT_OPTIONS: dict[str, Kind] = {
-    "sync_every": int,
-    "sync_seconds": float,
-    "min_steps": int,
-    "warmup_steps": int,
-    "outer_lr": float,
-    "outer_momentum": float,
-    "clip_norm": number_or_none,
-    "weighting": str,
-    "temperature": float,
-    "z_threshold": number_or_none,
-    "ema_alpha": float,
-    "ema_warmup": int,
-    "max_flags_in_a_row": int,
-    "prefetch": int,
-    "wire": str,
-}

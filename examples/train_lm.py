@@ -36,8 +36,9 @@ from edit_ext.examples.checkpoint import (
 )
 from edit_ext.examples.data import Batches, Corpus, DataError, load_corpus, validation_batches
 from edit_ext.examples.meeting import init_replicas
+from edit_ext.examples.method_options import config_of
 from edit_ext.examples.model import PRESETS, Llama
-from edit_ext.examples.options import edit_config, fixed_settings, parse_options
+from edit_ext.examples.options import fixed_settings, parse_options
 from edit_ext.examples.pace import Pace, link, out_of_time, steps_of_all
 from edit_ext.examples.records import Records
 
@@ -57,7 +58,7 @@ def train(options: argparse.Namespace, corpus: Corpus, saved: Saved | None) -> N
     device = home(options)
     model = build_model(options).to(device)
     optimizer = build_optimizer(model, options)
-    sync = edit_ext.attach(model, optimizer, edit_config(options), comm_wrapper=link(options))
+    sync = edit_ext.attach(model, optimizer, config_of(options), comm_wrapper=link(options))
     records = Records(options, rank, replicas, saved)
     pace = Pace(options, rank, replicas)
     batches = Batches(

@@ -23,7 +23,7 @@ FLAGS = ["-std=c++17", *SETUP["NVCC_FLAGS"], "-Xcompiler=-Wall,-Wextra,-Werror"]
 WIDE = re.compile(r"\bld\.(?:global\.)?(?:nc\.)?v4\.[fbu]32\b")
 # Kernels whose arrays are fp32 and aligned promise one access of 16 bytes a thread.
 PROMISED = ("pseudo_grad_kernel<float>", "merge_kernel<float>", "outer_step_kernel<float, float>")
-PROMISED += ("write_back_kernel<float>", "gram_kernel<4>", "stacked_step_kernel")
+PROMISED += ("write_back_kernel<false, float>", "gram_kernel<4>", "stacked_step_kernel")
 PROMISED += ("on_chip_kernel<4>",)
 
 

@@ -120,9 +120,9 @@ EDIT_HD float square_sum(Team team, int n, const float* values) {
   return team.sum_squares(n, [=](auto v, int j) { return decltype(v)::load(values + j); });
 }
 
-// Step 9: where steps came back, anchor -= decoded step; then param <- round_T(anchor), or, if the
-// steps since begin are to be kept in part, round_T(keep param + (1 - keep) anchor).
-template <class T, class W, class Team>
+// Step 9: where steps came back, anchor -= decoded step; then param <- round_T(anchor), or, if
+// Mixed, because the steps since begin are kept in part, round_T(keep param + (1 - keep) anchor).
+template <bool Mixed, class T, class W, class Team>
 EDIT_HD void write_back(Team team, int n, float* anchor, const W* step, float keep, T* param) {
   team.map(n, [=](auto v, int j) {
     using V = decltype(v);
@@ -131,7 +131,7 @@ EDIT_HD void write_back(Team team, int n, float* anchor, const W* step, float ke
       a = a - V::load(step + j);
       a.store(anchor + j);
     }
-    if (keep != 0.0f) a = V::all(keep) * V::load(param + j) + V::all(1.0f - keep) * a;
+    if constexpr (Mixed) a = V::all(keep) * V::load(param + j) + V::all(1.0f - keep) * a;
     team.put(param + j, a);
   });
 }

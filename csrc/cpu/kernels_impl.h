@@ -82,8 +82,13 @@ struct Table {
       with_wire(wire, [=](auto w) {
         using T = decltype(t);
         using W = decltype(w);
-        edit_ext::write_back<T, W>(Team<V>{stream}, n, anchor, static_cast<const W*>(step), keep,
-                                   static_cast<T*>(param));
+        const auto* steps = static_cast<const W*>(step);
+        auto* params = static_cast<T*>(param);
+        if (keep == 0.0f) {
+          edit_ext::write_back<false>(Team<V>{stream}, n, anchor, steps, keep, params);
+        } else {
+          edit_ext::write_back<true>(Team<V>{stream}, n, anchor, steps, keep, params);
+        }
       });
     });
   }

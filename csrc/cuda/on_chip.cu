@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kHoldThreads, 1)
     const BlockTeam team{slot.aligned};
     if (skip) {
       for (int r = 0; r < R; ++r) {
-        write_back<float, float>(team, slot.size, slot.held[0], nullptr, 0.0f, slot.at[r]);
+        write_back<false, float, float>(team, slot.size, slot.held[0], nullptr, 0.0f, slot.at[r]);
       }
     } else {
       step_held<R>(team, slot.size, numbers, own.weights, slot.held[0], v.anchor + slot.flat,

@@ -122,28 +122,29 @@ __global__ void __launch_bounds__(kThreads) outer_step_kernel(const LayerView v,
   }
 }
 
-template <class T, class W>
+template <bool Mixed, class T, class W>
 __device__ void write_back_chunk(const PlaceIn<DeviceTensor>& c, const LayerView& v) {
   T* param = static_cast<T*>(c.tensor->data) + c.start;
   const W* step = returns_steps(v) ? wire<W>(v.send, c.flat()) : nullptr;
-  write_back<T, W>(BlockTeam{aligned4(param)}, c.size, v.anchor + c.flat(), step, v.keep, param);
+  write_back<Mixed>(BlockTeam{aligned4(param)}, c.size, v.anchor + c.flat(), step, v.keep, param);
 }
 
-template <class W>
-__global__ void __launch_bounds__(kThreads)
+// Two blocks a processor, else nvcc holds sm_80 to 32 registers and spills.
+template <bool Mixed, class W>
+__global__ void __launch_bounds__(kThreads, 2)
     write_back_kernel(const __grid_constant__ Tensors tensors, const LayerView v) {
   if (stays_local(v)) return;
   for (int64_t i = blockIdx.x; i < tensors.num_chunks; i += gridDim.x) {
     const auto c = place(tensors, i);
     switch (c.tensor->dtype) {
       case DType::bf16:
-        write_back_chunk<bf16, W>(c, v);
+        write_back_chunk<Mixed, bf16, W>(c, v);
         break;
       case DType::f16:
-        write_back_chunk<f16, W>(c, v);
+        write_back_chunk<Mixed, f16, W>(c, v);
         break;
       default:
-        write_back_chunk<float, W>(c, v);
+        write_back_chunk<Mixed, float, W>(c, v);
     }
   }
 }
@@ -186,9 +187,11 @@ void outer_step_pass(const LayerView& v, const Policy& p, cudaStream_t stream) {
 
 void write_back_pass(const LayerView& v, cudaStream_t stream) {
   const Tensors tensors = tensors_of(v, stream);
-  launch("write_back_kernel",
-         v.wire == Wire::f32 ? write_back_kernel<float> : write_back_kernel<bf16>,
-         blocks_for(tensors.num_chunks), kThreads, stream, tensors, v);
+  const bool wide = v.wire == Wire::f32;
+  const auto plain = wide ? write_back_kernel<false, float> : write_back_kernel<false, bf16>;
+  const auto mixed = wide ? write_back_kernel<true, float> : write_back_kernel<true, bf16>;
+  launch("write_back_kernel", v.keep == 0.0f ? plain : mixed, blocks_for(tensors.num_chunks),
+         kThreads, stream, tensors, v);
 }
 
 }  // namespace edit_ext::cuda

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads)
     float* const anchor = v.anchor + c.flat();
     if (skip) {
       for (int r = 0; r < v.replicas; ++r) {
-        write_back<float, float>(team, c.size, anchor, nullptr, 0.0f, a.at[r]);
+        write_back<false, float, float>(team, c.size, anchor, nullptr, 0.0f, a.at[r]);
       }
     } else {
       stacked_step(team, c.size, v.replicas, numbers, v.weights, anchor, v.momentum + c.flat(),
