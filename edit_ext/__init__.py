@@ -23,7 +23,7 @@ except ImportError as error:
         "torch with: pip install --no-build-isolation ."
     ) from error
 
-from . import ops
+from . import ops, optim
 from .handle import Handle
 from .hook import attach
 from .methods import (
@@ -62,4 +62,5 @@ __all__ = [
     "Synchronous",
     "attach",
     "ops",
+    "optim",
 ]
