@@ -24,6 +24,7 @@ except ImportError as error:
     ) from error
 
 from . import ops, optim
+from .half_lives import half_life, suggest_periods
 from .handle import Handle
 from .hook import attach
 from .methods import (
@@ -61,6 +62,8 @@ __all__ = [
     "StreamingDiLoCo",
     "Synchronous",
     "attach",
+    "half_life",
     "ops",
     "optim",
+    "suggest_periods",
 ]
