@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,7 +63,9 @@ def connect(
             optimizers, plan, recipe = prepare()
         except Exception as error:
             problem = error
-        arguments = {"start": start, "comm": link.kind, "max_ctas": link.max_ctas}
+        arguments: dict[str, Any] = {"start": start, "comm": link.kind, "max_ctas": link.max_ctas}
+        if recipe is not None:  # periods may follow the optimizer's settings
+            arguments["clocks"] = [[track.name, str(track.every)] for track in recipe.tracks]
         agree(ranks, model, plan, config, arguments, problem)
         assert plan is not None and recipe is not None  # agree() has raised the problem
         like = local(next(p for p in model.parameters() if p.requires_grad))

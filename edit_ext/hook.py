@@ -94,12 +94,11 @@ def _prepare(
         raise TypeError(
             f"config must be one of edit_ext's methods ({known}), not {type(config).__name__}"
         )
+    settings = config.as_dict()
     check_model(model, warmup=config.averages)
-    optimizers = check_optimizers(model, optimizer)
-    recipe = config.recipe(optimizers)
-    if recipe.offload:
+    if settings.get("offload"):
         check_offload(model)
-    if recipe.average_buffers:
+    if settings.get("average_buffers"):
         check_average_buffers(model)
     owned = {id(p): name for e in live_engines() for name, p in e.held.trainable.items()}
     for name, param in model.named_parameters():
@@ -108,6 +107,8 @@ def _prepare(
                 f"parameter {name!r} is attached already, by an earlier attach(); detach() its "
                 "handle first"
             )
+    optimizers = check_optimizers(model, optimizer)
+    recipe = config.recipe(optimizers)
     plan = find_layers(model, layers, recipe.granularity)
     if recipe.fragments > len(plan.units):
         names = ", ".join(repr(unit.name) for unit in plan.units)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+PARAMETERS = "parameters"  # name of the track of all of them
 LONGEST = 1_000_000  # local steps that are searched for the next sync by chance
 
 

@@ -17,6 +17,10 @@ import edit_ext
 
 STEPS = 14
 INNER = {
+    "adopt": (
+        lambda p: edit_ext.optim.ADOPT(p, lr=0.01, betas=(0.9, 0.99)),
+        ref.adopt(0.01, (0.9, 0.99)),
+    ),
     "sgd": (lambda p: torch.optim.SGD(p, lr=0.1), ref.sgd(0.1)),
     "sgdm": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), ref.sgd(0.05, 0.9)),
     "adam": (
@@ -128,6 +132,12 @@ CASES: dict[str, tuple[Any, str, Any]] = {
     ),
     "DESLOC": (
         E.DESLOC(param_every=2, state_every={"exp_avg": 3, "exp_avg_sq": 5}), "adam",
+        lambda s, k: ref.Clocks(
+            s, ref.periods({"x": 2, "exp_avg": 3, "exp_avg_sq": 5}), ["exp_avg", "exp_avg_sq"]
+        ),
+    ),
+    "DESLOC-ADOPT": (
+        E.DESLOC(param_every=2, state_every={"exp_avg": 3, "exp_avg_sq": 5}), "adopt",
         lambda s, k: ref.Clocks(
             s, ref.periods({"x": 2, "exp_avg": 3, "exp_avg_sq": 5}), ["exp_avg", "exp_avg_sq"]
         ),

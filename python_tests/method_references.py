@@ -71,6 +71,25 @@ def adam(
     return step
 
 
+def adopt(lr: float, betas: tuple[float, float], eps: float = 1e-6) -> Step:
+    """ADOPT, arXiv 2411.02853: the first gradient only sets the second moment."""
+
+    def step(w: Worker, grads: Values) -> None:
+        m, v = w.states.setdefault("exp_avg", {}), w.states.setdefault("exp_avg_sq", {})
+        bound = w.count**0.25
+        w.count += 1
+        for name, g in grads.items():
+            if name not in v:
+                v[name], m[name] = g * g, torch.zeros_like(g)
+                continue
+            n = (g / v[name].sqrt().clamp(min=eps)).clamp(-bound, bound)
+            m[name] = betas[0] * m[name] + (1 - betas[0]) * n
+            w.x[name] = w.x[name] - lr * m[name]
+            v[name] = betas[1] * v[name] + (1 - betas[1]) * g * g
+
+    return step
+
+
 class Rule:
     """What a method adds to local steps: nothing."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edit_ext import AEDiT, EDiT
-from edit_ext.methods import Penalized
+from edit_ext.methods_edit import Penalized
 from edit_ext.schedule import Clock
 
 

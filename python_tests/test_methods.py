@@ -64,8 +64,9 @@ def near(found: Tensor, wanted: Tensor) -> bool:
     return bool((found.double() - wanted).abs().max().item() <= 1e-6 * max(scale, 1.0))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("world", "name"), [*((2, name) for name in CASES), *((4, name) for name in CASES)]
+)
 def test_trajectory(ranks: Ranks, world: int, name: str) -> None:
     """The weights of every forward and of the end equal the reference to 1e-6; replicas end with
     the same bits; optimizer states too where they are averaged."""

@@ -50,6 +50,10 @@ EQUAL: dict[str, tuple[Any, Any]] = {
         E.DESLOC(param_every=3, state_every=math.inf, outer="nesterov", outer_lr=0.7),
         E.DiLoCo(sync_every=3),
     ),
+    "half-lives are those of AdamW's betas": (
+        E.DESLOC(param_every=3, state_every="half-life"),
+        E.DESLOC(param_every=3, state_every={"exp_avg": 7, "exp_avg_sq": 693}),
+    ),
     "by chance with probability 1 is every step": (
         E.DESLOC(param_every=1, state_every=1, schedule="bernoulli"), E.LocalAdam(sync_every=1),
     ),

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from edit_ext import config, methods
+from edit_ext import config, methods, methods_clocks, methods_edit, methods_outer
 from edit_ext.bench.__main__ import SUBCOMMANDS as BENCHMARKS
 from edit_ext.cli import COMMANDS
 
@@ -26,7 +26,7 @@ BEGIN, END = "<!-- defaults: begin -->\n", "<!-- defaults: end -->\n"
 def field_docs() -> dict[tuple[str, str], str]:
     """The string that stands under each field of a dataclass, by class and field."""
     docs: dict[tuple[str, str], str] = {}
-    for module in (config, methods):
+    for module in (config, methods_edit, methods_outer, methods_clocks):
         for cls in ast.parse(Path(module.__file__).read_text()).body:
             for node, after in itertools.pairwise(getattr(cls, "body", [])):
                 if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
