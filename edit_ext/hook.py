@@ -36,8 +36,8 @@ def attach(
     max_ctas: int = 0,
     comm_wrapper: Callable[[_C.Comm], _C.Comm] | None = None,
 ) -> Handle:
-    """Train `model` by EDiT or A-EDiT (arXiv 2412.07210): local steps, and a sync inside a forward,
-    every `sync_every` steps or `sync_seconds` seconds. The loop itself stays as it is.
+    """Train `model` by a method of local updates, such as `EDiT()` or `DiLoCo()`: local steps, and
+    now and then a sync inside a forward. The loop itself stays as it is.
 
     Collective: every rank of every replica calls it with a model of the same structure. Hooks count
     `optimizer.step()` and act in training-mode forwards of `model` with gradients enabled.

@@ -138,3 +138,43 @@ def in_flight_elsewhere(name: str) -> None:
 def test_flights_in_the_way(ranks: Ranks, name: str) -> None:
     """Loading and resize with results in flight are refused in a sentence; flush() lands them."""
     ranks.run(2, in_flight_elsewhere, name)
+
+
+def joined(rounds: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    """Ranks 0 and 1 train by DES-LOC, flush, and take rank 2 in; all go on."""
+    rank = dist.get_rank()
+    config = edit_ext.DESLOC(param_every=2, state_every={"exp_avg": 3, "exp_avg_sq": 6})
+    model = make_net()
+    optimizer = INNER["adam"][0](model.parameters())
+    if rank < 2:
+        sync = edit_ext.attach(model, optimizer, config, group=[0, 1])
+        train((model, optimizer, sync), 0, 5)
+        sync.flush()
+        sync.resize([0, 1, 2])
+    else:
+        sync = edit_ext.attach(model, optimizer, config, group=[0, 1, 2], start="join")
+    before = values(model)
+    for number, state in optimizer.state_dict()["state"].items():
+        before |= {f"{number} {key}": value.clone() for key, value in state.items()}
+    losses = []
+    for t in range(5, 5 + rounds):
+        value = loss(model, batch(rank % 2, t))
+        value.backward()
+        losses.append(value.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    sync.flush()
+    after = values(model)
+    sync.detach()
+    return before, after, losses
+
+
+def test_joiner_starts_from_averaged_states(ranks: Ranks) -> None:
+    """After a flush a replica that joins has the others' averaged weights and states, bit for bit;
+    all three go on with the same syncs and end the same; the joiner that reads what replica 0 reads
+    has replica 0's first loss."""
+    results = ranks.run(3, joined, 7)
+    for before, after, _ in results[1:]:
+        assert same(before, results[0][0]) and same(after, results[0][1])
+    assert any("exp_avg_sq" in name for name in results[2][0])
+    assert results[2][2][0] == results[0][2][0]
