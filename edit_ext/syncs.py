@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import deque
 from collections.abc import Iterable
@@ -141,8 +140,7 @@ class Syncs:
         """Return when everything in flight has arrived; nothing is written."""
         for sync in self.airborne:
             for index in sync.layers:
-                while not self.held.layers[index].ready():
-                    time.sleep(1e-3)
+                self.held.layers[index].arrive()
 
     def land_all(self) -> None:
         """Everything that is in flight is due now."""

@@ -337,7 +337,6 @@ at::Tensor Layer::join(const std::vector<at::Tensor>& tensors) const {
 std::vector<at::Tensor> Layer::step_in_flight() const {
   const c10::DeviceGuard guard(device_);
   const Flight& f = *flights_.front();
-  lane_->join(f.ticket);
   const at::ScalarType type = kind_.wire == Wire::f32 ? at::kFloat : at::kBFloat16;
   const at::Tensor sent = f.buffers->send.narrow(0, 0, wire_bytes(kind_.wire, size_)).view(type);
   return split(sent.to(at::kFloat));

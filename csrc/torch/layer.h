@@ -51,6 +51,8 @@ class Layer {
   // True when steps 2 to 8 of the oldest sync in flight are over, or enqueued; false after
   // `seconds`. Throws what went wrong.
   bool wait_for(double seconds);
+  // Puts it before whatever the caller's stream gets from now on; after wait_for returned true.
+  void come_after() const { lane_->join(flights_.front()->ticket); }
   // Its step 9 on the caller's stream, after wait_for returned true; keep: of LayerView. On the CPU
   // it throws when the ranks did not agree; on CUDA stats() does, since the host does not know
   // before.
@@ -85,7 +87,7 @@ class Layer {
   std::vector<at::Tensor> anchor_like() const { return split(anchor()); }
   void load_anchor(const std::vector<at::Tensor>& tensors) { home().copy_(join(tensors)); }
   // What the oldest sync in flight of a late layer will take off the anchor, fp32, shaped like the
-  // parameters; call wait_for first. And a flight that has this to write back; such a sync has no
+  // parameters; call come_after first. And a flight that has this to write back; such a sync has no
   // statistics.
   std::vector<at::Tensor> step_in_flight() const;
   void load_step(const std::vector<at::Tensor>& step);

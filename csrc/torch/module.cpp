@@ -33,17 +33,26 @@ void translate(std::exception_ptr error) {
 
 // Without the interpreter lock, so that other Python threads run; signals are looked at ten times
 // a second, so that Ctrl-C ends the wait.
-void wait(Layer& layer, float keep) {
+template <class Then>
+void wait_and(Layer& layer, Then then) {
   while (true) {
     {
       py::gil_scoped_release unlocked;
       if (layer.wait_for(0.1)) {
-        layer.finish(keep);
+        then();
         return;
       }
     }
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
   }
+}
+
+void wait(Layer& layer, float keep) {
+  wait_and(layer, [&] { layer.finish(keep); });
+}
+
+void arrive(Layer& layer) {
+  wait_and(layer, [&] { layer.come_after(); });
 }
 
 const LayerStats& settled_stats(Layer& layer) {
@@ -153,6 +162,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("policy"), py::kw_only(), py::arg("sync_index"), py::arg("steps"),
           py::arg("done"), unlocked())
       .def("wait", &wait, py::arg("keep") = 0.0f)
+      .def("arrive", &arrive)
       .def_property_readonly("settled", &Layer::settled)
       .def("ready", [](Layer& layer) { return layer.wait_for(0.0); })
       .def("rebind", &Layer::rebind, py::arg("params"))
