@@ -25,6 +25,11 @@ FILES = (
     "test_rows_values.py",
     "test_fsdp.py",
 )
+TRAJECTORIES = (
+    "CO2", "CO2-gap", "CO2-replicated", "CO2Star", "StreamingDiLoCo", "StreamingDiLoCo-sequential",
+    "DESLOC", "DESLOC-paper", "DESLOC-nesterov", "PostLocalSGD",
+)  # fmt: skip
+RESUMED = ("CO2", "CO2-replicated", "StreamingDiLoCo-late", "DESLOC")
 MODES = ("late", "early", "random")  # of the emulator's streams; late is the default
 BUILD_SECONDS, TEST_SECONDS = 900, 400
 
@@ -74,6 +79,17 @@ def test_cuda_paths_pass_the_tests_of_the_cpu(emulated: dict[str, str]) -> None:
     files = [str(ROOT / "python_tests" / name) for name in FILES]
     options = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
     assert passed(*options, *files, env=emulated) >= 100
+
+
+@pytest.mark.timeout(BUILD_SECONDS + TEST_SECONDS)
+def test_methods_on_the_cuda_path(emulated: dict[str, str]) -> None:
+    """Late results, states without anchors and clipped momenta, over side streams that run late:
+    the references' trajectories, and states saved while something is in flight."""
+    options = ["-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    files = [str(ROOT / "python_tests" / f"test_methods{part}.py") for part in ("", "_state")]
+    names = [f"{files[0]}::test_trajectory[2-{name}]" for name in TRAJECTORIES]
+    names += [f"{files[1]}::test_resume[{name}]" for name in RESUMED]
+    assert passed(*options, *names, env=emulated) == len(TRAJECTORIES) + len(RESUMED)
 
 
 @pytest.mark.timeout(BUILD_SECONDS + TEST_SECONDS)
