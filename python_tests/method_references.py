@@ -183,7 +183,8 @@ class Outer(Rule):
             self.sync(workers)
 
     def close(self, t: int, workers: list[Worker]) -> None:
-        self.sync(workers)
+        if t > self.averaged:
+            self.sync(workers)
 
 
 def post_local_sgd(start: Values, every: int, averaged: int = 0) -> Outer:

@@ -117,6 +117,7 @@ def cases(draw: st.DrawFn) -> Case:
         "outer_momentum": draw(st.sampled_from([0.0, 0.8])),
         "nesterov": draw(st.booleans()),
         "clip_norm": draw(st.sampled_from([None, 0.05, 10.0])),
+        "momentum": draw(st.sampled_from(["sharded", "replicated"])),
     }
     steps = warmup + draw(st.integers(0, 8))
     return Case(replicas, count, widths, None if plain else flags, steps, rules)
