@@ -169,25 +169,20 @@ def test_yardstick_kernels_do_what_they_count() -> None:
 def test_row_33_benchmark_cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Time grows about linearly from n to 4n, no figure beats the machine, and it says CPU."""
     best: dict[tuple[str, int], float] = {}
-    for n in (2**22, 2**24):
-        rows = bench(
-            tmp_path,
-            "--n",
-            str(n),
-            "--ops",
-            "sync_rank",
-            "--repeats",
-            "9",
-            "--providers",
-            "edit_ext,eager",
-        )["rows"]
-        best |= {(row["provider"], n): row["best"] for row in rows}
-        assert all(row["gbps"] < SANE_GBPS for row in rows)
-    assert "no GPU used" in capsys.readouterr().out
-    for name in ("edit_ext", "eager"):
-        growth = best[name, 2**24] / best[name, 2**22]
+    growth: dict[str, float] = {}
+    for _ in range(4):  # the best of several runs, because other work may outlast one
+        for n in (2**22, 2**24):
+            size = ["--n", str(n), "--ops", "sync_rank", "--repeats", "9"]
+            for row in bench(tmp_path, *size, "--providers", "edit_ext,eager")["rows"]:
+                place = (row["provider"], n)
+                best[place] = min(row["best"], best.get(place, row["best"]))
+                assert row["gbps"] < SANE_GBPS
+        growth = {name: best[name, 2**24] / best[name, 2**22] for name in ("edit_ext", "eager")}
         # Below 4 by fixed costs, above it where the smaller problem half fits a cache.
-        assert 2 < growth < 12, f"{name}: {growth:.2f} times the time for 4 times the parameters"
+        if all(2 < times < 12 for times in growth.values()):
+            break
+    assert "no GPU used" in capsys.readouterr().out
+    assert all(2 < times < 12 for times in growth.values()), growth
 
 
 def test_sync_rank_beats_eager(tmp_path: Path) -> None:
