@@ -134,8 +134,9 @@ class Held:
         if not recipe.late:
             # One more for the layer that is fetched while those in flight are exchanged.
             return max(recipe.prefetch, 1) + recipe.offload
-        sizes = [self.tracks.count(track) for track in range(len(recipe.tracks))]
-        return max(*sizes, recipe.prefetch) + recipe.overtakes + 1  # one for the buffers
+        # All layers where a broken sync is made up for; what is not used takes no memory. One more
+        # for the buffers, and one for a layer that begins before it lands.
+        return max(self.units, recipe.prefetch) + recipe.overtakes + 1
 
     def _parameter_layer(self, unit: Unit) -> _C.Layer:
         return _C.Layer(

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import momentum, optimizer_state
+from . import _C, momentum, optimizer_state
 from .connect import connect, peers
 from .engine import Engine
 from .layer import clean
 from .mesh import Members
 from .metrics import Metrics
+from .reference import padded
 from .start import broadcast_into, tensors_of
 
 PATIENCE = 10.0  # seconds for an exchange to end after its group was aborted
@@ -258,19 +259,29 @@ def _take_layers(engine: Engine, old: _Old, carried: Carried | None) -> None:
             for tensor in (anchor, whole):
                 group.broadcast(tensor[first : first + count], what, new)
         if old.source["momentum"] and not old.source["whole"]:
-            lost += sum(old.share(index, gone)[1] for gone in old.lost)
+            lost += sum(_elements(layer, *old.share(index, gone)) for gone in old.lost)
         assert layer.anchor is not None
         layer.anchor.copy_(anchor)
         layer.detector.copy_(detectors[seats])
         momentum.put(layer, whole, group.rank)
     if lost:
-        total = sum(old.source["sizes"])
+        total = sum(_elements(layer, 0, layer.size) for layer in engine.held.anchored())
         warnings.warn(
             f"edit_ext: {len(old.lost)} of {old.source['replicas']} replicas did not hand over "
             f"their parts of the outer momentum: {lost:,} of {total:,} elements on this rank "
             "restart at zero; momentum='replicated' keeps them.",
             stacklevel=2,
         )
+
+
+def _elements(layer: _C.Layer, first: int, count: int) -> int:
+    """How many elements of a part of a flat layer are parameters and not padding."""
+    found = start = 0
+    for param in layer.params:
+        overlap = min(start + param.numel(), first + count) - max(start, first)
+        found += max(overlap, 0)
+        start += padded(param.numel())
+    return found
 
 
 def _owners(old: _Old) -> list[tuple[int, int]]:

@@ -39,6 +39,10 @@ class Grid:
         return [self.name(r, s) for r, row in enumerate(self.ranks) for s in range(len(row))]
 
 
+class _NotMet(RuntimeError):
+    """Some ranks did not come, or not with these lists."""
+
+
 def find_grid(
     store: dist.Store,
     rank: int,
@@ -62,7 +66,15 @@ def find_grid(
         mine[f"{kind} prefix"] = f"{place}/{store.add(f'{place}/attaches/{rank}', 1)}"
     for kind in ("replica", "shard"):
         store.set(f"{mine[f'{kind} prefix']}/seat/{rank}", json.dumps(mine))
-    seats = _meet(store, rank, mine, timeout)
+    try:
+        seats = _meet(store, rank, mine, timeout)
+    except _NotMet as error:
+        # As if this attach had not been: ranks that came with other lists, or did not come, have
+        # not counted it either, and the next one with the right lists has to find them in step.
+        for kind in ("replica", "shard"):
+            store.set(f"{mine[f'{kind} prefix']}/seat/{rank}", json.dumps(None))
+            store.add(f"{mine[f'{kind} prefix'].rpartition('/')[0]}/attaches/{rank}", -1)
+        raise RuntimeError(str(error)) from None
     _check(seats)
     table = [list(seats[other]["shard"]) for other in mine["replica"]]
     first = seats[table[0][0]]
@@ -89,24 +101,26 @@ def _meet(
     read(rank, mine)
     deadline = time.monotonic() + timeout
     while keys:
-        here = [(who, key) for who, key in keys.items() if store.check([key])]
-        for who, key in here:
-            read(who, json.loads(store.get(key)))
+        found = [(who, key) for who, key in keys.items() if store.check([key])]
+        told = [(who, json.loads(store.get(key))) for who, key in found]
+        here = [(who, seat) for who, seat in told if seat is not None]
+        for who, seat in here:
+            read(who, seat)
         if keys and not here:
             for who in keys:
                 refused = f"{_attempts(who)}/refused/{attempt}"
                 if store.check([refused]):
                     reason = store.get(refused).decode()
-                    raise RuntimeError(f"attach was refused on rank {who}: {reason}")
+                    raise _NotMet(f"attach was refused on rank {who}: {reason}")
             if time.monotonic() > deadline:
                 alone = all(len(seat["shard"]) == 1 for seat in seats.values())
                 said = [
                     f"replica {mine['replica'].index(who)} (rank {who})" if alone else f"rank {who}"
                     for who in sorted(keys)
                 ]
-                raise RuntimeError(
+                raise _NotMet(
                     f"attach on rank {rank} waited {timeout:g} s in vain for {', '.join(said)}: "
-                    "every rank of the group must call attach."
+                    "every rank of the group must call attach, or resize, with the same ranks."
                 )
             time.sleep(0.01)
     for who in sorted(seats):

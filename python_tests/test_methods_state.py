@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +182,38 @@ def test_joiner_starts_from_averaged_states(ranks: Ranks) -> None:
         assert same(before, results[0][0]) and same(after, results[0][1])
     assert any("exp_avg_sq" in name for name in results[2][0])
     assert results[2][2][0] == results[0][2][0]
+
+
+def survives(name: str) -> dict[str, Tensor] | None:
+    """Rank 2 of three is killed while results are in flight; the others go on."""
+    rank = dist.get_rank()
+    config = replace(CASES[name][0], timeout=2.0)
+    model = make_net()
+    optimizer = INNER["adam"][0](model.parameters())
+    sync = edit_ext.attach(model, optimizer, config)
+    train((model, optimizer, sync), 0, 6)
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="rank 2"):
+        for t in range(6, 60):
+            train((model, optimizer, sync), t, t + 1)
+            time.sleep(0.1)
+    optimizer.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of momentum that is lost
+        sync.resize([0, 1])
+    train((model, optimizer, sync), 60, 72)
+    sync.flush()
+    sync.detach()
+    return values(model)
+
+
+@pytest.mark.parametrize("name", ["CO2", "StreamingDiLoCo", "StreamingDiLoCo-late", "DESLOC"])
+def test_a_replica_dies(ranks: Ranks, name: str) -> None:
+    """The survivors agree again and train on, whatever was in flight."""
+    *found, dead = ranks.outcomes(3, survives, name, seconds=60)
+    assert dead.exitcode == -signal.SIGKILL
+    left, right = (outcome.value for outcome in found)
+    assert left is not None and right is not None, [o.error for o in found]
+    assert same(left, right)

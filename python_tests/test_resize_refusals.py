@@ -244,3 +244,45 @@ def test_joiner_dies_half_way(ranks: Ranks) -> None:
     assert dead.exitcode == -signal.SIGKILL
     assert left.good and right.good, (left.error, right.error)
     assert nets.same(left.value, right.value)
+
+
+def lists_that_differ() -> tuple[str, list[float]]:
+    """Rank 1 comes with another list; then all come with one."""
+    rank = dist.get_rank()
+    model, optimizer, sync = attached(timeout=3.0)
+    train_step(model, optimizer, rank, 0)
+    with pytest.raises(RuntimeError, match="with the same ranks") as caught:
+        sync.resize([2, 1, 0] if rank == 1 else [0, 1, 2])
+    dist.barrier()
+    sync.resize([0, 1, 2])
+    with sync:
+        for t in range(1, 5):
+            train_step(model, optimizer, rank, t)
+    return str(caught.value), [p.sum().item() for p in model.parameters()]
+
+
+def test_lists_that_differ(ranks: Ranks) -> None:
+    """Nobody hangs, and with equal lists it succeeds afterwards."""
+    results = ranks.run(3, lists_that_differ, seconds=60)
+    assert all(weights == results[0][1] for _, weights in results)
+
+
+def refused_early() -> None:
+    """Rank 0's arguments are wrong before it can look for its peers."""
+    rank = dist.get_rank()
+    model = make_net()
+    optimizer = sgd(model)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("replica",))
+    for _ in range(2):
+        wrong = {"group": [0, 1]} if rank == 0 else {}
+        with pytest.raises((RuntimeError, ValueError), match="mesh= and group= both"):
+            edit_ext.attach(model, optimizer, plain(timeout=5.0), mesh=mesh, **wrong)
+        dist.barrier()
+    with edit_ext.attach(model, optimizer, plain(timeout=5.0), mesh=mesh):
+        for t in range(4):
+            train_step(model, optimizer, rank, t)
+
+
+def test_attach_after_one_that_was_refused_early(ranks: Ranks) -> None:
+    """The next attach on the same ranks finds them in step."""
+    ranks.run(2, refused_early, seconds=60)
