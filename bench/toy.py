@@ -40,6 +40,7 @@ from edit_ext.bench.toy_search import (
     outcome,
     quarters,
     search,
+    times,
     written,
 )
 
@@ -110,6 +111,12 @@ def claims(result: dict[str, Any]) -> str:
                 )
             lines.append(f"  {text}")
         lines.insert(-len(result["runs"]), f"{claim}: {words}")
+    for variant, rows in result.get("search", {}).get("rows", {}).items():
+        least, median, most = times(rows)
+        lines.append(
+            f"persistent states, by DES-LOC where it agrees with Local Adam ({variant}): "
+            f"{least:.2f} to {most:.2f} times as far, median {median:.2f}"
+        )
     return "\n".join(lines)
 
 

@@ -124,3 +124,6 @@ def test_the_committed_figures_agree():
     for variant, rows in result["search"]["rows"].items():
         assert len(rows) == len(toy_search.grid())
         assert result["search"]["shares"][variant] == toy_search.shares(rows)
+        # What the paper says of persistent states is not seen: neither here nor in a middle case.
+        assert toy_search.times(rows)[1] < 1.1
+        assert not any("persistent farther" in each["claims"] for each in rows)
