@@ -55,13 +55,12 @@ def _distances(ax: Any, variant: str, methods: dict[str, Any]) -> None:
         ax.fill_between(rounds, low, high, color=looks["color"], alpha=0.12, linewidth=0)
     ax.set_yscale("log")
     ax.set_xlabel("round of 192 steps")
-    noise = "the same noise for all" if variant == "iid" else "workers differ in noise"
+    noise = "workers equally noisy" if variant == "iid" else "workers differ in noise"
     ax.set_title(f"Distance, {noise} ({variant})")
 
 
 def _paths(ax: Any, methods: dict[str, Any]) -> None:
     import torch
-    from matplotlib.ticker import NullFormatter
 
     paths = {name: list(zip(*methods[name]["path"], strict=True)) for name in LOOKS}
     spans = []
@@ -75,11 +74,11 @@ def _paths(ax: Any, methods: dict[str, Any]) -> None:
     ax.contour(x1, x2, f, levels, colors="#bbbbbb", linewidths=0.8)
     ax.grid(False)
     for name, looks in LOOKS.items():
-        ax.plot(*paths[name], **looks)
-    ax.plot(1, 1, "*", markersize=15, color=style.BLACK, zorder=5)
-    ax.xaxis.set_minor_formatter(NullFormatter())
+        ax.plot(*paths[name], marker="o", markersize=7, markevery=[-1], **looks)
+    ax.plot(1, 1, "*", markersize=24, color=style.BLACK, fillstyle="none", zorder=5)
+    ax.annotate("(1, 1)", (1, 1), (-14, 8), textcoords="offset points", ha="right")
     ax.set_xlim(*spans[0])
     ax.set_ylim(*spans[1])
     ax.set_xlabel("x1")
     ax.set_ylabel("x2")
-    ax.set_title("Mean path (iid), contours of f")
+    ax.set_title("Mean path (iid; dot: its end), contours of f")

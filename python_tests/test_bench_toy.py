@@ -77,7 +77,7 @@ def test_the_program(tmp_path, monkeypatch, capsys):
         assert list(run["methods"]) == list(METHODS) == list(LOOKS)
         for each in run["methods"].values():
             assert len(each["distance"]) == len(each["spread"]) == len(each["path"]) == 5
-            assert each["distance"][0] == pytest.approx(math.sqrt(2), abs=1e-4)
+            assert each["distance"][0] == pytest.approx(math.hypot(2.5, 1), abs=1e-4)
             assert len(each["end_of_seeds"]) == 2
     pytest.importorskip("matplotlib")
     assert picture.read_bytes().startswith(b"\x89PNG")
