@@ -195,7 +195,7 @@ class OuterMomentum(Method):
         self._number("outer_momentum", 0.0, 1.0, low_included=True)
         self._choice("momentum", MOMENTA)
 
-    def outer(self, *, nesterov: bool) -> dict[str, Any]:
+    def outer_policy(self, *, nesterov: bool) -> dict[str, Any]:
         """Rules of the outer step of a plain mean, as keyword arguments of `_C.Policy`."""
         step = {"outer_lr": float(self.outer_lr), "outer_momentum": float(self.outer_momentum)}
         return {**MEAN, "outer": "sgd", **step, "nesterov": nesterov}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -138,17 +139,29 @@ class Held:
         # for the buffers, and one for a layer that begins before it lands.
         return max(self.units, recipe.prefetch) + recipe.overtakes + 1
 
-    def _parameter_layer(self, unit: Unit) -> _C.Layer:
+    def _layer(
+        self, name: str, tensors: list[Tensor], unit: Unit | None = None, **kind: Any
+    ) -> _C.Layer:
+        """A layer of what belongs to a unit; without one it has no shards: every rank of the mesh
+        takes part as a replica."""
         return _C.Layer(
-            unit.name,
-            [local(p) for p in unit.params.values()],
-            replica=self._comms.replica,
-            shard=self._comms.shard,
+            name,
+            tensors,
+            replica=self._comms.replica if unit else self._comms.all,
+            shard=self._comms.shard if unit else None,
             mesh=self._comms.all,
             lane=self._lane,
             pool=self.pool,
             wire=self.recipe.wire,
-            counted=unit.counted,
+            counted=unit.counted if unit else None,
+            **kind,
+        )
+
+    def _parameter_layer(self, unit: Unit) -> _C.Layer:
+        return self._layer(
+            unit.name,
+            [local(p) for p in unit.params.values()],
+            unit,
             momentum=self.recipe.momentum is not None,
             replicated=self.recipe.momentum == "replicated",
             late=self.recipe.late,
@@ -156,31 +169,12 @@ class Held:
         )
 
     def _state_layer(self, unit: Unit, key: str, dtype: str) -> _C.Layer:
-        return _C.Layer(
-            f"{unit.name}: {key}",
-            self.states.tensors([*unit.params.values()], key, dtype),
-            replica=self._comms.replica,
-            shard=self._comms.shard,
-            mesh=self._comms.all,
-            lane=self._lane,
-            pool=self.pool,
-            wire=self.recipe.wire,
-            counted=unit.counted,
-            anchored=False,
-        )
+        tensors = self.states.tensors([*unit.params.values()], key, dtype)
+        return self._layer(f"{unit.name}: {key}", tensors, unit, anchored=False)
 
     def _buffer_layer(self) -> _C.Layer:
         """Buffers are not sharded, and every rank has seen other data: one mean over all ranks."""
-        return _C.Layer(
-            BUFFERS,
-            self._buffers,
-            replica=self._comms.all,
-            mesh=self._comms.all,
-            lane=self._lane,
-            pool=self.pool,
-            wire=self.recipe.wire,
-            anchored=False,
-        )
+        return self._layer(BUFFERS, self._buffers, anchored=False)
 
     def _averaged_buffers(self) -> list[Tensor]:
         """Persistent floating buffers, unless the settings leave them alone."""

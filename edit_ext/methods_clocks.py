@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .config import MEAN, Pipelined
+from .config import MEAN, OuterMomentum, Pipelined
 from .half_lives import half_life_periods
 from .methods_outer import PostLocalSGD
 from .recipe import PARAMETERS, Recipe, Track
@@ -134,7 +134,7 @@ def _period(name: str, given: Any) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DESLOC(Clocked):
+class DESLOC(OuterMomentum, Clocked):
     """DES-LOC (arXiv 2505.22549): weights and optimizer states are averaged, each on its own
     clock; slow states need it seldom."""
 
@@ -153,31 +153,24 @@ class DESLOC(Clocked):
     """Learning rate of the outer step; `Handle.outer_lr` can follow a schedule."""
     outer_momentum: float = 0.9
     """Momentum of the outer step, in [0, 1)."""
-    momentum: str = "sharded"
-    """Where the outer momentum is: "sharded": each replica holds its part of it (4/R bytes a
-    parameter); "replicated": all of it (4 bytes), so that none is lost with a replica."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._choice("order", ORDERS)
         self._choice("outer", OUTERS)
-        self._number("outer_lr", 0.0, 1e3, high_included=True)
-        self._number("outer_momentum", 0.0, 1.0, low_included=True)
-        self._choice("momentum", ("sharded", "replicated"))
         if self.outer == "replace":
             self._no_effect(["outer_lr", "outer_momentum", "momentum"], "outer='replace'")
         if self.order == "before_step":
             self._no_effect(["granularity"], "order='before_step': no forward waits")
 
     def recipe(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> Recipe:
-        step = {"outer_lr": float(self.outer_lr), "outer_momentum": float(self.outer_momentum)}
         nesterov = self.outer == "nesterov"
         every = self.state_every
         if every == HALF_LIFE:
             every = half_life_periods(optimizers, self.param_every)
         return Recipe(
             tracks=self.clocks(every, at_step=self.order == "before_step"),
-            policy={**MEAN, "outer": "sgd", **step, "nesterov": True} if nesterov else MEAN,
+            policy=self.outer_policy(nesterov=True) if nesterov else MEAN,
             momentum=self.momentum if nesterov else None,
             **self.common(),
         )

@@ -52,7 +52,7 @@ class Penalized(Nesterov, Pipelined):
         """The recipe with a sync of all layers every so many steps."""
         z = self.z_threshold
         policy = {
-            **self.outer(nesterov=self.nesterov),
+            **self.outer_policy(nesterov=self.nesterov),
             "clip_norm": None if self.clip_norm is None else float(self.clip_norm),
             "weighting": self.weighting,
             "temperature": float(self.temperature),

@@ -57,7 +57,7 @@ class DiLoCo(Nesterov, Pipelined):
     def recipe(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> Recipe:
         return Recipe(
             tracks=(Track(name=PARAMETERS, every=self.sync_every),),
-            policy=self.outer(nesterov=self.nesterov),
+            policy=self.outer_policy(nesterov=self.nesterov),
             momentum=self.momentum,
             **self.common(),
         )
@@ -120,7 +120,7 @@ class StreamingDiLoCo(Nesterov, Pipelined):
         )
         return Recipe(
             tracks=tracks,
-            policy=self.outer(nesterov=self.nesterov),
+            policy=self.outer_policy(nesterov=self.nesterov),
             momentum=self.momentum,
             fragments=self.fragments,
             strided=self.pattern == "strided",
@@ -165,7 +165,7 @@ class CO2(OuterMomentum, LocalUpdate):
     def recipe(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> Recipe:
         gap = self.staleness == "gap"
         policy = {
-            **self.outer(nesterov=False),
+            **self.outer_policy(nesterov=False),
             "clip_value": None if self.clip_value is None else float(self.clip_value),
             "staleness": 1.0 if gap else float(self.penalty),
             "gap_scale": float(self.penalty) if gap else None,
@@ -202,7 +202,7 @@ class CO2Star(OuterMomentum, Pipelined):
         clip = None if self.clip_value is None else float(self.clip_value)
         return Recipe(
             tracks=(Track(name=PARAMETERS, every=self.sync_every),),
-            policy={**self.outer(nesterov=False), "clip_value": clip},
+            policy={**self.outer_policy(nesterov=False), "clip_value": clip},
             momentum=self.momentum,
             **self.common(),
         )

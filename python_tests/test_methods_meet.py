@@ -69,36 +69,10 @@ EQUAL: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
-def run(config: edit_ext.config.Method) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+def run(config: edit_ext.config.Method, sgd: bool = False) -> dict[str, Tensor]:
     model = make_net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with edit_ext.attach(model, optimizer, config) as sync:
-        for t in range(STEPS):
-            loss(model, batch(dist.get_rank(), t)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        sync.flush()
-        metrics = sync.metrics()
-    return values(model), metrics
-
-
-@pytest.mark.parametrize("name", EQUAL)
-def test_equal(ranks: Ranks, name: str) -> None:
-    """The same bits in all weights."""
-    left, right = EQUAL[name]
-    for one, other in zip(ranks.run(2, run, left), ranks.run(2, run, right), strict=True):
-        assert same(one[0], other[0]), name
-
-
-def test_at_every_step_not_synchronous(ranks: Ranks) -> None:
-    """Averaging weights and states of Adam at every step is no averaging of gradients."""
-    local, plain = ranks.run(2, run, E.LocalAdam(sync_every=1)), ranks.run(2, run, E.Synchronous())
-    assert not same(local[0][0], plain[0][0])
-
-
-def with_sgd(config: edit_ext.config.Method) -> dict[str, Tensor]:
-    model = make_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    params = model.parameters()
+    optimizer = torch.optim.SGD(params, lr=0.05) if sgd else torch.optim.AdamW(params, lr=0.01)
     with edit_ext.attach(model, optimizer, config) as sync:
         for t in range(STEPS):
             loss(model, batch(dist.get_rank(), t)).backward()
@@ -108,10 +82,24 @@ def with_sgd(config: edit_ext.config.Method) -> dict[str, Tensor]:
     return values(model)
 
 
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal(ranks: Ranks, name: str) -> None:
+    """The same bits in all weights."""
+    left, right = EQUAL[name]
+    for one, other in zip(ranks.run(2, run, left), ranks.run(2, run, right), strict=True):
+        assert same(one, other), name
+
+
+def test_at_every_step_not_synchronous(ranks: Ranks) -> None:
+    """Averaging weights and states of Adam at every step is no averaging of gradients."""
+    local, plain = ranks.run(2, run, E.LocalAdam(sync_every=1)), ranks.run(2, run, E.Synchronous())
+    assert not same(local[0], plain[0])
+
+
 def test_plain_sgd_at_every_step_is_synchronous(ranks: Ranks) -> None:
     """H = 1: the mean of weights after a step of SGD is the step by the mean of gradients."""
-    local = ranks.run(2, with_sgd, E.PostLocalSGD(sync_every=1))
-    plain = ranks.run(2, with_sgd, E.Synchronous())
+    local = ranks.run(2, run, E.PostLocalSGD(sync_every=1), True)
+    plain = ranks.run(2, run, E.Synchronous(), True)
     for name, value in local[0].items():
         torch.testing.assert_close(value, plain[0][name], rtol=0, atol=1e-6)
 
