@@ -53,6 +53,10 @@ class DelayedComm(Comm):
 
     def __init__(self, inner: Comm, seconds: float) -> None: ...
 
+def thread_comms(size: int, timeout: float) -> list[Comm]:
+    """Communicators of a group whose members are threads of this process. timeout: seconds for
+    which one waits for the others."""
+
 class Lane:
     """Where exchanges run beside the training: a FIFO thread, or a side stream of a GPU."""
 

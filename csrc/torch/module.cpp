@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "../comm/delayed.h"
+#include "../comm/threads.h"
 #include "c10d_comm.h"
 #include "checksum.h"
 #include "info.h"
@@ -87,6 +88,16 @@ py::dict stats(Layer& layer) {
                   "bytes_sent"_a = s.bytes_sent);
 }
 
+std::vector<shared_ptr<Comm>> thread_comms(int size, double timeout) {
+  TORCH_CHECK_VALUE(size >= 1, "size is ", size, "; expected 1 or more");
+  const auto group = std::make_shared<ThreadGroup>(size, timeout);
+  std::vector<shared_ptr<Comm>> comms;
+  for (int rank = 0; rank < size; ++rank) {
+    comms.push_back(std::make_shared<ThreadComm>(group, rank));
+  }
+  return comms;
+}
+
 Wire wire_named(const std::string& name) {
   TORCH_CHECK_VALUE(name == "fp32" || name == "bf16", "wire is '", name,
                     "'; expected 'fp32' or 'bf16'");
@@ -119,6 +130,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("scalar_group"), py::arg("names"));
   py::class_<DelayedComm, Comm, shared_ptr<DelayedComm>>(m, "DelayedComm")
       .def(py::init<shared_ptr<Comm>, double>(), py::arg("inner"), py::arg("seconds"));
+
+  // Replicas of one process: a communicator for each rank of a group whose members are threads.
+  m.def("thread_comms", &thread_comms, py::arg("size"), py::arg("timeout"));
 
   py::class_<Lane, shared_ptr<Lane>>(m, "Lane")
       .def("fail", &Lane::fail, py::arg("reason"))
