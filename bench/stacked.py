@@ -152,7 +152,11 @@ class Replicas:
         return self.replicas[0].clock
 
     def step(
-        self, batches: tuple[Tensor, ...], *, clip: float | None = None, active: Sequence[int] | None = None
+        self,
+        batches: tuple[Tensor, ...],
+        *,
+        clip: float | None = None,
+        active: Sequence[int] | None = None,
     ) -> Tensor:
         """One optimizer step of each replica, or of those of numbers `active`, with the syncs that
         are due before it. Returns the losses, [R].

@@ -90,7 +90,9 @@ def test_gradients_are_clipped_by_replica() -> None:
         ) as stacked:  # fmt: skip
             start = {key: stack.detach().clone() for key, stack in stacked.weights.items()}
             stacked.step(batches(2, 0), clip=clip)
-            squares = [(stacked.weights[k] - start[k]).reshape(2, -1).square().sum(1) for k in start]
+            squares = [
+                (stacked.weights[k] - start[k]).reshape(2, -1).square().sum(1) for k in start
+            ]
             moved.append(torch.stack(squares).sum(0).sqrt())
     assert torch.equal(moved[0], moved[1])
     assert torch.allclose(moved[2], torch.full((2,), 1e-3), rtol=1e-2)
