@@ -54,8 +54,11 @@ def _methods(axes: Any, table: Table) -> None:
         ax.plot(losses, [place] * len(losses), "o", color=colour, alpha=0.45, markersize=8)
         ax.errorbar(value.mean, place, xerr=value.deviation, fmt="|", color=colour, capsize=5,
                     markersize=14)  # fmt: skip
-        ax.annotate(f"  {style.scaled(sent, 'B')} a step", (max(losses), place), (8, -4),
-                    textcoords="offset points", fontsize=10, color="#555555")  # fmt: skip
+        right = max(*losses, value.mean + (value.deviation if len(losses) > 1 else 0.0))
+        ax.annotate(
+            f"{style.scaled(sent, 'B')} a step", (right, place), (10, -4),
+            textcoords="offset points", fontsize=10, color="#555555",
+        )  # fmt: skip
     ax.set_yticks(range(len(labels)), labels)
     ax.margins(x=0.14)
     ax.set_xlabel("final validation loss, nats a byte (dots: seeds; bars: mean ± deviation)")
