@@ -33,7 +33,7 @@ from .layer import clean
 from .sharding import from_local, is_sharded, local
 from .state import read_counts, read_flights, refuse_flights, take_counts, take_flights
 
-FORMAT = 2
+FORMAT = 3
 REPLICA = re.compile(r"^(.*\.)?replica(\d+)\.meta$")
 UNREADABLE = (
     OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, IndexError, KeyError,

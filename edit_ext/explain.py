@@ -60,16 +60,19 @@ def _by_steps(engine: Engine, number: int, last: int) -> str:
     shown = list(islice(steps, SHOWN))
     listed = ", ".join(map(str, shown)) + (", ..." if len(steps) > len(shown) else "")
     name = "syncs" if len(engine.recipe.tracks) == 1 else f"syncs of {track.name}"
+    window = _window(track, clock.every(number))
     return (
-        f"{name}: {_window(track)}; in steps {clock.step + 1} to {last}: {len(steps)}"
+        f"{name}: {window}; in steps {clock.step + 1} to {last}: {len(steps)}"
         + f", each in the forward that follows step {listed}" * bool(shown)
     )
 
 
-def _window(track: Track) -> str:
-    if math.isinf(track.every):
+def _window(track: Track, every: float) -> str:
+    if math.isinf(every):
         return "never"
-    said = f"a window of {track.every} steps"
+    said = f"a window of {every} steps"
+    if track.target is not None:
+        said += f" now, so that replicas come apart by {track.target:g}"
     if track.seed is not None:
         said += " on average, by chance"
     if track.delay:

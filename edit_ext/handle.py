@@ -235,7 +235,10 @@ class Handle:
         merged_norm, clip, skip, void (too few steps: nothing changed); exchange_seconds;
         exposed_seconds, what the training thread spent
         (begin_seconds, waiting, write_back_seconds), so it can exceed the exchange; bytes_sent. All
-        norms, weights and flags are equal on all ranks.
+        norms, weights and flags are equal on all ranks. Of optimizer states also, relative to them:
+        drift, how far this rank's have moved over the window, |now - then| / |then| of 65,536
+        elements at most; apart, how far the replicas' are from their mean. None where that is not
+        known: drift at the first sync, and after a state was loaded.
         """
         self._engine.syncs.settle()
         return self._engine.syncs.metrics.drain()

@@ -102,6 +102,10 @@ class Held:
             unit, key, dtype = self._state_of[index]
             self.layers[index].rebind(self.states.tensors([*unit.params.values()], key, dtype))
 
+    def is_state(self, index: int) -> bool:
+        """Whether a layer is one of optimizer states."""
+        return index in self._state_of
+
     def check_states(self) -> None:
         """After a step: raise ValueError or TypeError for states that cannot be averaged."""
         if not self.states.checked:

@@ -18,6 +18,7 @@ from .recipe import PARAMETERS, Recipe, Track
 ORDERS = ("after_step", "before_step")
 OUTERS = ("replace", "nesterov")
 SCHEDULES = ("periodic", "bernoulli")
+LONGEST = 16  # times its first period that an adaptive one may become
 HALF_LIFE = "half-life"
 
 
@@ -105,9 +106,11 @@ class Clocked(Pipelined):
         if self.schedule == "periodic":
             self._no_effect(["seed"], "schedule='periodic'")
 
-    def clocks(self, given: Any, *, at_step: bool) -> tuple[Track, ...]:
-        """The tracks. given: `state_every`; at_step: weights too are written back before the
-        step."""
+    def clocks(
+        self, given: Any, *, at_step: bool, target: float | None = None
+    ) -> tuple[Track, ...]:
+        """The tracks. given: `state_every`; at_step: weights too are written back before the step;
+        target: the drift that periods of states follow."""
         seed = self.seed if self.schedule == "bernoulli" else None
         weights = Track(name=PARAMETERS, every=self.param_every, seed=seed, at_step=at_step)
         periods = given if isinstance(given, Mapping) else {"states": given}
@@ -118,6 +121,9 @@ class Clocked(Pipelined):
                 seed=seed,
                 states=(name,) if isinstance(given, Mapping) else (),
                 at_step=True,
+                target=None if math.isinf(every) else target,
+                shortest=self.param_every,
+                longest=self.param_every if math.isinf(every) else int(LONGEST * every),
             )
             for name, every in periods.items()
         )
@@ -147,6 +153,10 @@ class DESLOC(OuterMomentum, Clocked):
     order: str = "after_step"
     """"after_step": an average is there before the next gradient is taken; "before_step", as in
     the paper: between that gradient and its step."""
+    adaptive: float | None = None
+    """How far the replicas' states may come apart over a window, relative to their mean: after each
+    average of a state its period is set anew so that it comes at this distance, by a factor of 2 at
+    most, from `param_every` to 16 times what `state_every` says; None: periods stay."""
     outer: str = "replace"
     """What becomes of the weights' mean: "replace", or "nesterov" from the last agreed ones."""
     outer_lr: float = 1.0
@@ -160,6 +170,13 @@ class DESLOC(OuterMomentum, Clocked):
         self._choice("outer", OUTERS)
         if self.outer == "replace":
             self._no_effect(["outer_lr", "outer_momentum", "momentum"], "outer='replace'")
+        self._number("adaptive", 0.0, math.inf, optional=True)
+        if self.schedule != "periodic":
+            self._no_effect(["adaptive"], f"schedule={self.schedule!r}")
+        every = self.state_every
+        periods = every.values() if isinstance(every, Mapping) else [every]
+        if all(period == math.inf for period in periods):
+            self._no_effect(["adaptive"], f"state_every={every!r}: no state is averaged")
         if self.order == "before_step":
             self._no_effect(["granularity"], "order='before_step': no forward waits")
 
@@ -169,7 +186,7 @@ class DESLOC(OuterMomentum, Clocked):
         if every == HALF_LIFE:
             every = half_life_periods(optimizers, self.param_every)
         return Recipe(
-            tracks=self.clocks(every, at_step=self.order == "before_step"),
+            tracks=self.clocks(every, at_step=self.order == "before_step", target=self.adaptive),
             policy=self.outer_policy(nesterov=True) if nesterov else MEAN,
             momentum=self.momentum if nesterov else None,
             **self.common(),

@@ -38,9 +38,17 @@ class Metrics:
         self._compared = 0
         self._same_syncs = 0
 
-    def add(self, step: int, layer: str, stats: dict[str, Any], *, anchored: bool = True) -> None:
+    def add(
+        self,
+        step: int,
+        layer: str,
+        stats: dict[str, Any],
+        *,
+        anchored: bool = True,
+        drift: dict[str, float | None] | None = None,
+    ) -> None:
         """Record one layer of one sync; `stats` as `_C.Layer.stats()` gives it. anchored: whether
-        its norms say how far weights have moved."""
+        its norms say how far weights have moved; drift: more that is known of optimizer states."""
         own = stats["begin_seconds"] + stats["write_back_seconds"]
         exposed = own + stats["wait_seconds"]
         self.totals.sync_seconds += own + stats["exchange_seconds"]
@@ -66,6 +74,7 @@ class Metrics:
                 "begin_seconds": stats["begin_seconds"],
                 "write_back_seconds": stats["write_back_seconds"],
                 "bytes_sent": stats["bytes_sent"],
+                **(drift or {}),
             }
         )
         if stats["void"]:

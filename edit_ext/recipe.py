@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PARAMETERS = "parameters"  # name of the track of all of them
-LONGEST = 1_000_000  # local steps that are searched for the next sync by chance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +39,12 @@ class Track:
     """Steps from the step after which a sync begins to the one after which it is written back."""
     keep: float = 0.0
     """Share of the local weights that a write-back leaves."""
+    target: float | None = None
+    """Not None: the period follows the drift, so that an average comes at this one (drift.py)."""
+    shortest: int = 1
+    """Bounds of a period that does."""
+    longest: int = 1
+    """See `shortest`."""
 
     def due(self, local: int) -> bool:
         """Whether a sync is armed once `local` steps are complete."""
@@ -92,16 +97,6 @@ class Recipe:
         """Numbers of the tracks that a flush closes: all but states that are never averaged."""
         tracks = enumerate(self.tracks)
         return {n for n, track in tracks if track.states is None or not math.isinf(track.every)}
-
-    def next_due(self, local: int) -> tuple[int, set[int]]:
-        """The first step after `local` that arms a sync, and the tracks; all tracks if none does.
-
-        What a replica that makes no more steps expects its peers to do next.
-        """
-        for step in range(local + 1, local + 1 + LONGEST):
-            if due := self.due(step):
-                return step, due
-        return local, self.every_track
 
     def fragment_of(self, unit: int, units: int) -> int:
         """The fragment of layer number `unit` of `units`."""

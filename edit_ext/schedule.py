@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from .drift import next_period
 from .recipe import Recipe
 
+LONGEST = 1_000_000  # local steps that are searched for the next sync by chance
 COUNTS = (
     "step", "sync_index", "window_steps", "agreed_steps", "shown_steps", "anchored", "armed",
-    "base",
+    "base", "periods", "measured",
 )  # fmt: skip
 
 
@@ -36,6 +38,12 @@ class Clock:
         """Tracks of which the next training forward starts a sync."""
         self.base = 0 if math.isinf(recipe.averaged_steps) else int(recipe.averaged_steps)
         """Steps before those that the tracks count."""
+        self.periods: dict[int, tuple[int, int]] = {}
+        """Of tracks whose period follows the drift: the present one, and the local step from which
+        it counts."""
+        self.measured: dict[int, tuple[int, float]] = {}
+        """Of those tracks that were synced last: after which local step, and how far they had
+        drifted. The next sync, which begins after the same steps on all replicas, takes it up."""
         self._ahead = 0  # of a replica that makes no more steps: how far its peers have come
 
     @property
@@ -59,12 +67,38 @@ class Clock:
             self.window_steps = [steps + 1 for steps in self.window_steps]
         self.step += 1
         if not self.warming_up:
-            self.armed |= self.recipe.due(self.local)
+            self.armed |= self.due(self.local)
+
+    def due(self, local: int) -> set[int]:
+        """Numbers of the tracks that are armed once `local` steps are complete."""
+        due = {track for track in self.recipe.due(local) if track not in self.periods}
+        return due | {
+            track
+            for track, (every, since) in self.periods.items()
+            if local > since and (local - since) % every == 0
+        }
+
+    def every(self, track: int) -> float:
+        """Steps between two syncs of a track, as things stand."""
+        return self.periods[track][0] if track in self.periods else self.recipe.tracks[track].every
+
+    def adapt(self) -> None:
+        """Before a sync begins: periods follow what was measured at those before."""
+        for track, (at, drift) in self.measured.items():
+            every = next_period(self.recipe.tracks[track], int(self.every(track)), drift)
+            # A step that is past already does not come again: due at the next one.
+            self.periods[track] = (every, max(at, self.now + 1 - every))
+        self.measured = {}
+
+    @property
+    def now(self) -> int:
+        """Local steps that the replicas have come to; those that go on, if this one does not."""
+        return max(self._ahead, self.local)
 
     def sync_steps(self, last: int) -> Iterator[tuple[int, set[int]]]:
         """The steps up to `last` after which a sync will be armed, and its tracks, in order."""
         for step in range(max(self.step, self.base) + 1, last + 1):
-            if due := self.recipe.due(step - self.base):
+            if due := self.due(step - self.base):
                 yield step, due
 
     def arm(self) -> None:
@@ -74,7 +108,7 @@ class Clock:
     def arm_next(self) -> None:
         """This replica makes no more steps: arm what its peers will sync next."""
         if not self.armed:
-            self._ahead, self.armed = self.recipe.next_due(max(self._ahead, self.local))
+            self._ahead, self.armed = self._next_due(self.now)
 
     def begin_again(self) -> None:
         """Every window was closed at once. Where there are several clocks they start anew, so that
@@ -82,6 +116,16 @@ class Clock:
         if len(self.recipe.tracks) > 1:
             self.base = self.step
         self._ahead = 0
+        self.periods = {track: (every, 0) for track, (every, _) in self.periods.items()}
+        self.measured = {}
+
+    def _next_due(self, local: int) -> tuple[int, set[int]]:
+        """The first step after `local` that arms a sync, and the tracks; all tracks if none does:
+        what a replica that makes no more steps expects its peers to do next."""
+        for step in range(local + 1, local + 1 + LONGEST):
+            if due := self.due(step):
+                return step, due
+        return local, self.recipe.every_track
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Take over the counts of a checkpoint."""
@@ -89,6 +133,8 @@ class Clock:
             setattr(self, name, saved[name])
         self.window_steps = list(saved["window_steps"])
         self.armed = set(saved["armed"])
+        self.periods = {track: (every, since) for track, every, since in saved["periods"]}
+        self.measured = {track: (at, drift) for track, at, drift in saved["measured"]}
 
     def counts(self) -> dict[str, Any]:
         """What `restore` takes, as plain numbers."""
@@ -96,6 +142,8 @@ class Clock:
             **{name: getattr(self, name) for name in COUNTS},
             "window_steps": list(self.window_steps),
             "armed": sorted(self.armed),
+            "periods": [[track, *each] for track, each in sorted(self.periods.items())],
+            "measured": [[track, *each] for track, each in sorted(self.measured.items())],
         }
 
     def begin_sync(self) -> tuple[int, dict[int, int]]:

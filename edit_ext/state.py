@@ -12,11 +12,11 @@ from .engine import Engine
 from .sharding import local
 from .syncs import Sync
 
-FORMAT = 5
+FORMAT = 6
 KEYS = (
     "method", "config", "outer_lr", "replica", "replicas", "shard", "shards", "step", "sync_index",
     "window_steps", "agreed_steps", "shown_steps", "anchored", "armed", "asked", "elapsed", "order",
-    "anchors", "layers", "base", "flights",
+    "anchors", "layers", "base", "flights", "periods", "measured",
 )  # fmt: skip
 LAYER_KEYS = ("params", "momentum", "detector")
 
@@ -92,6 +92,7 @@ def take_counts(engine: Engine, saved: dict[str, Any]) -> None:
     """Go on from what `read_counts` has said."""
     engine.syncs.settle()  # what is still to be counted belongs to the clock of before
     engine.clock.restore(saved)
+    engine.syncs.forget_states()
     if engine.alarm is not None:
         engine.alarm.load(saved["asked"], saved["elapsed"], running=engine.clock.anchored)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from . import _C, fsdp
 from .config import MEAN
+from .drift import Apart, Samples, apart
 from .held import Held
 from .mesh import ReplicaMesh
 from .metrics import Metrics
@@ -33,6 +36,8 @@ class Sync:
     """The step after which those land."""
     keep: float = 0.0
     """The share of the local weights that stays then."""
+    at: int = 0
+    """Local steps after which it was begun."""
     first: _C.Layer | None = None
     """A layer that tells what all replicas have said; None where a saved state has brought it."""
 
@@ -66,11 +71,17 @@ class Syncs:
         # GPU tells its statistics when it gets there, and nobody waits for it.
         self._unsettled: deque[tuple[int, int, _C.Layer] | Sync] = deque()
         self._last: _C.Layer | None = None
+        self._samples, self._apart = Samples(), Apart()
+        self._moved: dict[int, torch.Tensor | None] = {}  # of layers of states: over their window
 
     @property
     def active(self) -> bool:
         """Whether new weights of some layer are to come before the next step."""
         return self.pipeline.active
+
+    def forget_states(self) -> None:
+        """What comes next is no continuation: states have moved from nowhere known."""
+        self._samples = Samples()
 
     @property
     def in_flight(self) -> bool:
@@ -128,6 +139,7 @@ class Syncs:
         """Land what is due and open the sync that is armed, if one is. `done`: this replica has
         ended its training."""
         self.settle()
+        self._clock.adapt()
         self.held.refresh()
         if not self.ordered:
             self._agree_on_order()
@@ -217,7 +229,9 @@ class Syncs:
         # Who is done waits at once, and so holds the buffers of a few layers at a time.
         late = {i for i in layers if self.held.is_late(i) and (self._recipe.overtakes or not done)}
         telling = [layer for layer in layers if layer < self.held.units] or layers
-        sync = Sync(windows, first=self.held.layers[telling[-1]] if telling else None)
+        sync = Sync(
+            windows, at=self._clock.now, first=self.held.layers[telling[-1]] if telling else None
+        )
         self._last = None
         tracks = [self._recipe.tracks[track] for track in windows]
         keep = 0.0 if done and not late else max(track.keep for track in tracks)
@@ -228,6 +242,8 @@ class Syncs:
 
         def begin(layer: int) -> None:
             self.held.renew(layer)
+            if self.held.is_state(layer):
+                self._moved[layer] = self._samples.moved(layer, self.held.layers[layer].params)
             policy = rules if layer < self.held.units else mean
             steps = windows[self.held.tracks[layer]]
             here = self.held.layers[layer]
@@ -279,6 +295,8 @@ class Syncs:
 
     def _layer_done(self, index: int) -> None:
         self._reshard(index)
+        if self.held.is_state(index):
+            self._samples.keep(index, self.held.layers[index].params)
         told = True
         for sync in self._landing:
             if index in sync.layers:
@@ -308,12 +326,29 @@ class Syncs:
                 step, index, layer = oldest
                 if not (wait or layer.settled):
                     return
-                anchored = index < self.held.units
-                self.metrics.add(step, layer.name, layer.stats(), anchored=anchored)
+                self._add(step, index, layer)
             self._unsettled.popleft()
+
+    def _add(self, step: int, index: int, layer: _C.Layer) -> None:
+        """Record a layer; of states also how they have drifted."""
+        stats: dict[str, Any] = layer.stats()
+        drift = None
+        if self.held.is_state(index):
+            self._apart.add(self.held.tracks[index], stats)
+            moved = self._moved.pop(index, None)
+            distance = apart(stats["norms"], stats["merged_norm"])
+            drift = {
+                "drift": None if moved is None else _known(float(moved)),
+                "apart": _known(distance),
+            }
+        anchored = index < self.held.units
+        self.metrics.add(step, layer.name, stats, anchored=anchored, drift=drift)
 
     def _count(self, sync: Sync) -> None:
         """A sync is over and all of it is known: count the steps of its window."""
+        for track, drift in self._apart.take().items():
+            if self._recipe.tracks[track].target is not None:
+                self._clock.measured[track] = (sync.at, drift)
         void = False
         if sync.first is not None:
             self._last = sync.first
@@ -339,3 +374,7 @@ class Syncs:
             limit = fields["max_flags_in_a_row"]
             fields = {**MEAN, "min_steps": least, "max_flags_in_a_row": limit}
         return _C.Policy(**fields)
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None

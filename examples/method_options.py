@@ -55,6 +55,7 @@ SETTINGS: dict[str, Kind | None] = {
     "schedule": str,
     "order": str,
     "outer": str,
+    "adaptive": number_or_none,
     "warmup_steps": int,
     "outer_lr": float,
     "outer_momentum": float,

@@ -136,6 +136,15 @@ CASES: dict[str, tuple[Any, str, Any]] = {
             s, ref.periods({"x": 2, "exp_avg": 3, "exp_avg_sq": 5}), ["exp_avg", "exp_avg_sq"]
         ),
     ),
+    "DESLOC-adaptive": (
+        E.DESLOC(
+            param_every=2, state_every={"exp_avg": 2, "exp_avg_sq": 4}, adaptive=0.15
+        ), "adam",
+        lambda s, k: ref.Adaptive(
+            s, {"x": 2, "exp_avg": 2, "exp_avg_sq": 4}, 0.15,
+            {"exp_avg": (2, 32), "exp_avg_sq": (2, 64)},
+        ),
+    ),
     "DESLOC-ADOPT": (
         E.DESLOC(param_every=2, state_every={"exp_avg": 3, "exp_avg_sq": 5}), "adopt",
         lambda s, k: ref.Clocks(

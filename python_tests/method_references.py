@@ -295,6 +295,45 @@ class Clocks(Outer):
         self.run(t, workers, every=True)
 
 
+class Adaptive(Clocks):
+    """Periods of states that follow how far workers come apart: every * target / drift, from half
+    to twice the old one and within bounds; a new one holds from the next sync of anything on."""
+
+    def __init__(self, start: Values, every: Mapping[str, int], target: float,
+                 bounds: Mapping[str, tuple[int, int]]) -> None:  # fmt: skip
+        super().__init__(start, self.is_due, [key for key in every if key != "x"])
+        self.periods = {key: (period, 0) for key, period in every.items()}
+        self.target, self.bounds = target, bounds
+        self.measured: dict[str, tuple[int, float]] = {}
+
+    def is_due(self, key: str, t: int) -> bool:
+        every, since = self.periods[key]
+        return t > since and (t - since) % every == 0
+
+    def run(self, t: int, workers: list[Worker], every: bool = False) -> None:
+        due = [key for key in self.periods if self.is_due(key, t)]
+        if every or not due:
+            return super().run(t, workers, every)
+        for key, (at, drift) in self.measured.items():
+            old, (low, high) = self.periods[key][0], self.bounds[key]
+            new = min(max(round(old * min(max(self.target / drift, 0.5), 2.0)), low), high)
+            self.periods[key] = (new, max(at, t + 1 - new))
+        self.measured = {}
+        for key in due:
+            parts = [w.states.get(key) for w in workers]
+            if key != "x" and all(parts):
+                both = mean(parts, parts[0])
+                agreed = sum((b * b).sum() for b in both.values())
+                apart = sum(((p[n] - both[n]) ** 2).sum() for p in parts for n in both)
+                if len(parts) > 1:
+                    self.measured[key] = (t, float((apart / len(parts) / agreed).sqrt()))
+                for w in workers:
+                    w.states[key] = dict(both)
+        if "x" in due:
+            self.sync(workers)
+        return None
+
+
 def periods(every: Mapping[str, float]) -> Callable[[str, int], bool]:
     """Due after each multiple of an item's period; math.inf: never."""
     return lambda item, t: t % every[item] == 0

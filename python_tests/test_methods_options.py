@@ -70,7 +70,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"param_every": 2, "state_every": 3, "outer": "nesterov"},
         {
             **CLOCKED, **OUTER, "schedule": "bernoulli", "seed": {"schedule": "bernoulli"},
-            "order": "before_step", "outer": {"outer": "replace"},
+            "order": "before_step", "outer": {"outer": "replace"}, "adaptive": 0.01,
         },
     ),
     "LocalSGDM": (

@@ -111,7 +111,15 @@ def on_disk(name: str, folder: str, stop: int) -> tuple[dict[str, Tensor], dict[
     return ends[0], ends[1]
 
 
-ON_DISK = ("StreamingDiLoCo-late", "CO2", "CO2-replicated", "DESLOC", "PostLocalSGD", "LocalSGDM")
+ON_DISK = (
+    "StreamingDiLoCo-late",
+    "CO2",
+    "CO2-replicated",
+    "DESLOC",
+    "DESLOC-adaptive",
+    "PostLocalSGD",
+    "LocalSGDM",
+)
 
 
 @pytest.mark.parametrize("name", ON_DISK)

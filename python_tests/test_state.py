@@ -53,7 +53,7 @@ def test_row_19_file_of_an_old_format(tmp_path: Path) -> None:
     old = {**sync.state_dict(), "format": 2}
     del old["layers"], old["shown_steps"]
     torch.save(old, tmp_path / "old.pt")
-    with pytest.raises(ValueError, match=r"format 5 from Handle\.state_dict\(\): format is 2$"):
+    with pytest.raises(ValueError, match=r"format 6 from Handle\.state_dict\(\): format is 2$"):
         sync.load_state_dict(torch.load(tmp_path / "old.pt"))
     with pytest.raises(ValueError, match="format is 'list'"):
         sync.load_state_dict([old])  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def test_state_that_does_not_fit() -> None:
     model, optimizer, sync = attached()
     train_step(model, optimizer, 0, 0)
     state = sync.state_dict()
-    with pytest.raises(ValueError, match="no state of format 5"):
+    with pytest.raises(ValueError, match="no state of format 6"):
         sync.load_state_dict({"step": 3})
     with pytest.raises(ValueError, match="the state has replicas 4, this run has 1"):
         sync.load_state_dict({**state, "replicas": 4})
