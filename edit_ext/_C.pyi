@@ -89,6 +89,7 @@ class Layer:
         momentum: bool = True,
         replicated: bool = False,
         late: bool = False,
+        through: bool = False,
         offload: bool = False,
     ) -> None: ...
     def fetch(self) -> None: ...

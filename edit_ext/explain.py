@@ -158,7 +158,7 @@ def memory(engine: Engine) -> dict[str, int]:
         "anchors" + where: sum(a.nbytes for a in anchors if a is not None),
         "outer momentum" + where: sum(m.nbytes for m in momenta if m is not None),
         "detectors": sum(layer.detector.nbytes for layer in held.layers),
-        "buffers of layers in flight": held.pool.bytes,
+        "buffers of layers in flight": held.pool.bytes + held.state_pool.bytes,
     }
 
 

@@ -46,6 +46,7 @@ class Held:
         self.units = len(plan.units) if recipe.tracks else 0
         self.tracks = [recipe.track_of(unit, self.units) for unit in range(self.units)]
         self.pool = _C.BufferPool(self._flights())
+        self.state_pool = _C.BufferPool(1)
         for unit in plan.units:
             # What another rank of this replica counts in its norms comes last.
             here = {name: counts_here(p, mesh.shard.ranks) for name, p in unit.params.items()}
@@ -155,7 +156,7 @@ class Held:
             shard=self._comms.shard if unit else None,
             mesh=self._comms.all,
             lane=self._lane,
-            pool=self.pool,
+            pool=self.state_pool if kind.get("through") else self.pool,
             wire=self.recipe.wire,
             counted=unit.counted if unit else None,
             **kind,
@@ -174,7 +175,9 @@ class Held:
 
     def _state_layer(self, unit: Unit, key: str, dtype: str) -> _C.Layer:
         tensors = self.states.tensors([*unit.params.values()], key, dtype)
-        return self._layer(f"{unit.name}: {key}", tensors, unit, anchored=False)
+        # Nobody looks at states between a forward and its step, so the lane can take all of them
+        # from one to the next, in one layer's buffers, while the training thread is in autograd.
+        return self._layer(f"{unit.name}: {key}", tensors, unit, anchored=False, through=True)
 
     def _buffer_layer(self) -> _C.Layer:
         """Buffers are not sharded, and every rank has seen other data: one mean over all ranks."""

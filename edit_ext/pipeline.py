@@ -16,19 +16,28 @@ class Pipeline:
     fetch what it keeps on the host; with offload it holds buffers from then on, beside those in
     flight.
 
+    Optimizer states take no buffers of their own: they begin as soon as all before them have, and
+    the lane takes one after the other.
+
     A late layer only begins here; what comes back is due steps later and *lands* here then. Where
     a layer begins and lands at once, it begins first.
 
-    on_done: called with a layer's index after its result has been written back.
+    is_state: whether the layer of an index is one of those. on_done: called with a layer's index
+    after its result has been written back.
     """
 
     def __init__(
-        self, layers: Sequence[_C.Layer], prefetch: int, on_done: Callable[[int], None]
+        self,
+        layers: Sequence[_C.Layer],
+        prefetch: int,
+        is_state: Callable[[int], bool],
+        on_done: Callable[[int], None],
     ) -> None:
         self.done: set[int] = set()  # layers of the open sync that need nothing any more
         self._layers = layers
         self._prefetch = prefetch
         self._slots = max(prefetch, 1)
+        self._is_state = is_state
         self._on_done = on_done
         self._order: list[int] = []
         self._late: Collection[int] = ()
@@ -72,9 +81,12 @@ class Pipeline:
 
     def look_ahead(self) -> None:
         """Begin layers until `prefetch` are in flight."""
-        while self._begun < len(self._order) and len(self._flying) < self._prefetch:
-            if self._order[self._begun] in self._late:
+        while self._begun < len(self._order) and self._prefetch:
+            index = self._order[self._begun]
+            if index in self._late:
                 return  # it is read at its own forward, where it may land too
+            if len(self._holding()) >= self._prefetch and not self._is_state(index):
+                return
             self._begin_next()
 
     def need(self, wanted: Iterable[int]) -> None:
@@ -104,12 +116,16 @@ class Pipeline:
 
     def _bring(self, index: int) -> None:
         while index not in self.done and index not in self._flying:
-            if len(self._flying) >= self._slots:
-                self._finish(self._flying[0])
+            if len(self._holding()) >= self._slots and not self._is_state(self._order[self._begun]):
+                self._finish(self._holding()[0])
             self._begin_next()
         if index not in self.done:
             self._finish(index)
             self.look_ahead()
+
+    def _holding(self) -> list[int]:
+        """Layers in flight that hold buffers, oldest first."""
+        return [index for index in self._flying if not self._is_state(index)]
 
     def _begin_next(self) -> None:
         index = self._order[self._begun]

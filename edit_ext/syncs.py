@@ -54,7 +54,9 @@ class Syncs:
         self._recipe = clock.recipe
         self.outer_lr = float(self._recipe.policy.get("outer_lr", 1.0))
         self._model, self._clock, self._mesh = model, clock, mesh
-        self.pipeline = Pipeline(held.layers, self._recipe.prefetch, self._layer_done)
+        self.pipeline = Pipeline(
+            held.layers, self._recipe.prefetch, held.is_state, self._layer_done
+        )
         self.airborne: deque[Sync] = deque()
         """Syncs whose results come later, oldest first."""
         self._landing: list[Sync] = []

@@ -29,6 +29,8 @@ class BufferPool {
  public:
   explicit BufferPool(int count);
   std::shared_ptr<Buffers> acquire();  // throws std::runtime_error when all are in use
+  // For layers that use it one after the other in the lane's own order.
+  const std::shared_ptr<Buffers>& shared() const { return buffers_.front(); }
   int64_t bytes() const;
   // Room for the largest anchor and momentum asked for so far: `reserve` asks, in bytes, before
   // there is any, so that the room need not grow later. give_room is true when it made new memory.

@@ -35,6 +35,8 @@ Layer::Layer(std::string name, std::vector<at::Tensor> params, int64_t counted, 
                     name_, ": counted is ", counted, "; expected 0 to ", params_.size());
   TORCH_CHECK_VALUE(!kind_.offload || on_cuda(device_), "layer ", name_, ": offload is true on ",
                     device_, "; expected false where there is no GPU");
+  TORCH_CHECK_VALUE(!kind_.through || !kind_.anchored, "layer ", name_,
+                    ": through is true; expected it of layers without an anchor");
   TORCH_CHECK_VALUE(!kind_.late || (kind_.anchored && !kind_.offload), "layer ", name_,
                     ": late is true; expected an anchor that stays where the parameters are");
   kind_.momentum = kind_.momentum && kind_.anchored;
@@ -70,6 +72,9 @@ Layer::Layer(std::string name, std::vector<at::Tensor> params, int64_t counted, 
     offload_ = std::make_unique<Offload>(lane_, pool_, device_, anchor_, momentum_);
   }
   if (kind_.anchored) capture();
+  // Those that go through share buffers one after the other, which must not grow under a layer
+  // that is still in flight.
+  if (kind_.through) take_off();
 }
 
 std::string Layer::where(const SyncTag& tag) const {
@@ -122,7 +127,7 @@ void Layer::fetch() {
 std::shared_ptr<Flight> Layer::take_off() {
   auto f = std::make_shared<Flight>();
   f->begin_timer = std::make_shared<Timer>(device_);
-  f->buffers = offload_ ? offload_->take() : pool_->acquire();
+  f->buffers = offload_ ? offload_->take() : kind_.through ? pool_->shared() : pool_->acquire();
   if (f->buffers->last_use) f->buffers->last_use->before_current();
   f->comms = comms_;
   f->layout = layout(true);
@@ -152,16 +157,19 @@ void Layer::begin(const Policy& policy, const SyncTag& tag) {
   const std::shared_ptr<Flight> f = take_off();
   f->policy = policy;
   f->tag = tag;
-  run_on(device_, [&](Device& passes) { sync_begin(passes, f->view); });
+  const bool through = kind_.through;
+  if (!through) run_on(device_, [&](Device& passes) { sync_begin(passes, f->view); });
   f->begin_timer->stop();
-  f->ticket = lane_->submit(comms_, [f, at = where(tag), name = name_, watched = Watched()](
-                                        Device& passes, const Comms& comms) {
+  f->ticket = lane_->submit(comms_, [f, through, at = where(tag), name = name_,
+                                     watched = Watched()](Device& passes, const Comms& comms) {
     const Timer timer(at::kCPU);
     const Watched::Here here(watched);
     const Range inner(name, "exchange");
     const int64_t before = f->sent();
     try {
+      if (through) sync_begin(passes, f->view);
       sync_exchange(passes, comms, f->view, f->policy, f->tag);
+      if (through) sync_finish(passes, f->view);
     } catch (const pybind11::error_already_set&) {
       throw;  // Ctrl-C, seen by a call on the training thread
     } catch (const std::exception& e) {
@@ -205,17 +213,19 @@ void Layer::finish(float keep) {
   lane_->join(f->ticket);
   f->stall_timer->stop();
   f->write_back_timer = std::make_shared<Timer>(device_);
-  // Where the parameters live now, wherever they were at begin. A void sync copies out what it
-  // copies in here.
-  f->layout = layout(f->policy.min_steps > 0 || keep != 0.0f);
-  f->layout.describe(f->view);
-  f->view.keep = keep;
-  for (const at::Tensor& t : table_.point(f->view, device_)) f->tables.push_back(t);
-  run_on(device_, [&](Device& passes) { sync_finish(passes, f->view); });
+  if (!kind_.through) {
+    // Where the parameters live now, wherever they were at begin. A void sync copies out what it
+    // copies in here.
+    f->layout = layout(f->policy.min_steps > 0 || keep != 0.0f);
+    f->layout.describe(f->view);
+    f->view.keep = keep;
+    for (const at::Tensor& t : table_.point(f->view, device_)) f->tables.push_back(t);
+    run_on(device_, [&](Device& passes) { sync_finish(passes, f->view); });
+  }
   copy_out();
   if (on_cuda(device_)) copy_down(f->scalars.host, f->scalars.device);
   f->write_back_timer->stop();
-  f->buffers->last_use = f->write_back_timer;
+  if (!kind_.through) f->buffers->last_use = f->write_back_timer;
   if (offload_) offload_->bring_back(*f->buffers);
   f->buffers.reset();  // the next layer may take them: its begin comes behind this point
   last_ = f;

@@ -32,7 +32,9 @@ struct LayerKind {
   bool momentum = true;     // false: outer steps have none
   bool replicated = false;  // this replica holds the momentum of all pieces
   bool late = false;        // results are written back steps after the exchange began
-  bool offload = false;     // anchor and momentum are in pinned memory of the host; see offload.h
+  bool through = false;  // the lane does all nine steps: from begin to finish nobody else reads or
+                         // writes these tensors (optimizer states)
+  bool offload = false;  // anchor and momentum are in pinned memory of the host; see offload.h
 };
 
 class Layer {
@@ -45,17 +47,18 @@ class Layer {
   // Lets the state of a layer with offload travel to the device ahead of begin(), which does it
   // otherwise. Throws as begin().
   void fetch();
-  // Step 1 on the caller's stream; steps 2 to 8 go to the lane. Throws when a sync of this layer
-  // is in flight, of a late one two, or a parameter no longer looks as it did.
+  // Step 1 on the caller's stream; steps 2 to 8 go to the lane, with `through` all of them. Throws
+  // when a sync of this layer is in flight, of a late one two, or a parameter no longer looks as it
+  // did.
   void begin(const Policy& policy, const SyncTag& tag);
   // True when steps 2 to 8 of the oldest sync in flight are over, or enqueued; false after
   // `seconds`. Throws what went wrong.
   bool wait_for(double seconds);
   // Puts it before whatever the caller's stream gets from now on; after wait_for returned true.
   void come_after() const { lane_->join(flights_.front()->ticket); }
-  // Its step 9 on the caller's stream, after wait_for returned true; keep: of LayerView. On the CPU
-  // it throws when the ranks did not agree; on CUDA stats() does, since the host does not know
-  // before.
+  // Its step 9 on the caller's stream, if it is still to come, after wait_for returned true; keep:
+  // of LayerView. On the CPU it throws when the ranks did not agree; on CUDA stats() does, since
+  // the host does not know before.
   void finish(float keep);
   // Whether stats() would return without waiting for the device.
   bool settled() const { return !last_ || last_->write_back_timer->passed(); }

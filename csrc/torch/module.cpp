@@ -154,19 +154,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                        shared_ptr<Comm> shard, shared_ptr<Comm> mesh, shared_ptr<Lane> lane,
                        shared_ptr<BufferPool> pool, const std::string& wire, bool anchored,
                        std::optional<int64_t> counted, bool momentum, bool replicated, bool late,
-                       bool offload) {
+                       bool through, bool offload) {
              const auto all = static_cast<int64_t>(params.size());
              return std::make_shared<Layer>(
                  std::move(name), std::move(params), counted.value_or(all),
                  SharedComms{std::move(shard), replica, mesh ? std::move(mesh) : replica},
                  std::move(lane), std::move(pool),
-                 LayerKind{wire_named(wire), anchored, momentum, replicated, late, offload});
+                 LayerKind{wire_named(wire), anchored, momentum, replicated, late, through,
+                           offload});
            }),
            py::arg("name"), py::arg("params"), py::kw_only(), py::arg("replica"),
            py::arg("shard") = nullptr, py::arg("mesh") = nullptr, py::arg("lane"), py::arg("pool"),
            py::arg("wire") = "fp32", py::arg("anchored") = true, py::arg("counted") = py::none(),
            py::arg("momentum") = true, py::arg("replicated") = false, py::arg("late") = false,
-           py::arg("offload") = false)
+           py::arg("through") = false, py::arg("offload") = false)
       .def("fetch", &Layer::fetch, unlocked())
       .def(
           "begin",
