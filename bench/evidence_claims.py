@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from edit_ext.bench.evidence_read import Table, Value, damage, recovery
 from edit_ext.bench.evidence_rows import COUNTS, NOISE, RATES
 
-WITHIN = 0.01  # nats a byte of excess loss that count as recovered
 TAIL = 0.5 * math.erfc(3 / math.sqrt(2))  # of a Gaussian above three standard deviations
 Claims = list["Claim"]
 
@@ -24,15 +23,15 @@ class Claim:
 
 
 def below(table: Table, text: str, better: str, worse: str) -> Claim:
-    """That one label ends below another, by more than twice the standard error."""
-    ours, theirs = table.value(better), table.value(worse)
-    return Claim(text, theirs.above(ours), f"{ours} against {theirs}")
+    """That one label ends below another."""
+    excess = table.excess(worse, better)
+    return Claim(text, excess.positive, _both(table, better, worse))
 
 
 def same(table: Table, text: str, one: str, other: str) -> Claim:
-    """That two labels end within twice the standard error of one another."""
-    a, b = table.value(one), table.value(other)
-    return Claim(text, not (a.above(b) or b.above(a)), f"{a} against {b}")
+    """That neither of two labels ends below the other."""
+    apart = table.excess(one, other).positive or table.excess(other, one).positive
+    return Claim(text, not apart, _both(table, one, other))
 
 
 def methods(table: Table) -> Claims:
@@ -56,24 +55,29 @@ def methods(table: Table) -> Claims:
 
 
 def noise(table: Table) -> Claims:
-    excess = {n: table.paired(f"{n}, noise", n, damage) for n in ("EDiT", "DiLoCo")}
+    names = ("EDiT", "DiLoCo")
+    spread = {n: table.value(n).deviation for n in names}
+    excess = {n: table.paired(f"{n}, noise", n, damage) for n in names}
     times = {
-        n: table.paired(f"{n}, noise", n, lambda a, b: recovery(a, b, NOISE[1], WITHIN))
-        for n in ("EDiT", "DiLoCo")
+        n: table.paired(f"{n}, noise", n, lambda a, b, n=n: recovery(a, b, NOISE[1], spread[n]))
+        for n in names
     }
+    less = table.paired("EDiT, noise", "EDiT", damage)
     flagged = [result["flags"]["noisy"] for result in table.results["EDiT, noise"]]
     share = sum(f for f, _ in flagged) / sum(judged for _, judged in flagged)
     return [
         Claim(
-            "Noise in one replica costs EDiT less than DiLoCo (largest excess of the validation "
-            "loss over the clean run of the same seed).",
-            excess["DiLoCo"].above(excess["EDiT"]),
-            f"{excess['EDiT']} against {excess['DiLoCo']} nats",
+            "Noise in one replica costs EDiT less than DiLoCo: the largest excess of the "
+            "validation loss over the clean run of the same seed.",
+            excess["DiLoCo"].mean - less.mean > 2 * max(excess["DiLoCo"].deviation, less.deviation),
+            f"{less} against {excess['DiLoCo']} nats",
         ),
         Claim(
-            f"EDiT is back within {WITHIN} nats of its clean run sooner.",
+            "EDiT is back within the spread of clean runs sooner.",
             times["EDiT"].mean < times["DiLoCo"].mean,
-            f"{_steps(times['EDiT'])} after the noise's end against {_steps(times['DiLoCo'])}",
+            f"{_steps(times['EDiT'])} against {_steps(times['DiLoCo'])}; spreads "
+            f"{spread['EDiT']:.4f} and {spread['DiLoCo']:.4f}; excess at the end "
+            f"{table.excess('EDiT, noise', 'EDiT')} and {table.excess('DiLoCo, noise', 'DiLoCo')}",
         ),
         Claim(
             "The z-test flags the noisy replica in most layers and syncs of the noise.",
@@ -83,21 +87,19 @@ def noise(table: Table) -> Claims:
 
 
 def ablation(table: Table) -> Claims:
+    parts = {
+        "no z-test": "the z-test", "uniform weights": "softmax weights", "no clip": "the clip",
+        "none": "all three",
+    }  # fmt: skip
+    full = table.paired("EDiT, noise", "EDiT", damage)
     found = []
-    for label in ("no z-test", "uniform weights", "no clip", "none"):
-        full = table.paired("EDiT, noise", "EDiT", damage)
+    for label, what in parts.items():
         less = table.paired(f"{label}, noise", label, damage)
-        what = "the whole penalty" if label == "none" else label.removeprefix("no ")
-        what = "softmax weights" if label == "uniform weights" else what
-        found.append(
-            Claim(
-                f"Without {what} the noise costs more.", less.above(full),
-                f"excess {less} against {full} nats",
-            )
-        )  # fmt: skip
-        found.append(
-            same(table, f"Without noise, leaving out {what} changes nothing.", "EDiT", label)
-        )
+        worse = less.mean - full.mean > 2 * max(less.deviation, full.deviation)
+        told = f"largest excess {less} against {full} nats"
+        found.append(Claim(f"Without {what} the noise costs more.", worse, told))
+        text = f"Without noise, leaving out {what} changes nothing."
+        found.append(same(table, text, label, "EDiT"))
     return found
 
 
@@ -119,22 +121,13 @@ def healthy(table: Table) -> Claims:
 
 
 def windows(table: Table) -> Claims:
-    best = {
-        name: min((4, 8, 16, 32, 64), key=lambda every: table.value(f"{name}, {every}").mean)
-        for name in ("EDiT", "DiLoCo")
-    }
-    edit = [table.value(f"EDiT, {every}") for every in (4, 64)]
-    diloco = [table.value(f"DiLoCo, {every}") for every in (4, 64)]
-    return [
-        Claim(
-            "Longer windows cost EDiT loss.", edit[1].above(edit[0]),
-            f"{edit[0]} at 4 steps, {edit[1]} at 64; lowest at {best['EDiT']}",
-        ),
-        Claim(
-            "Longer windows cost DiLoCo loss.", diloco[1].above(diloco[0]),
-            f"{diloco[0]} at 4 steps, {diloco[1]} at 64; lowest at {best['DiLoCo']}",
-        ),
-    ]  # fmt: skip
+    found = []
+    for name in ("EDiT", "DiLoCo"):
+        best = min((4, 8, 16, 32, 64), key=lambda every: table.value(f"{name}, {every}").mean)
+        for every, what in ((64, "Long"), (4, "Very short")):
+            text = f"{what} windows ({every} steps) cost {name} loss; its best have {best}."
+            found.append(below(table, text, f"{name}, {best}", f"{name}, {every}"))
+    return found
 
 
 def schedules(table: Table) -> Claims:
@@ -220,10 +213,17 @@ def sensitivity(table: Table) -> Claims:
     ]  # fmt: skip
 
 
+def _both(table: Table, one: str, other: str) -> str:
+    return (
+        f"{table.value(one).mean:.4f} against {table.value(other).mean:.4f}; difference by seed "
+        f"{table.excess(one, other).form('+.4f')}"
+    )
+
+
 def _steps(value: Value) -> str:
     if math.isinf(value.mean):
-        return "not by the end in every seed"
-    return f"{value.form('.0f')} steps"
+        return "not in every seed by the end"
+    return f"{value.form('.0f')} steps after the noise"
 
 
 CLAIMS: dict[str, Callable[[Table], Claims]] = {

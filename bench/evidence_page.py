@@ -55,10 +55,11 @@ all at once, and then the product's own clocks, syncs and compiled decisions, wi
 of links. The loss is that of the agreed weights on {EVAL_WINDOWS} windows of text held out, in
 nats a byte.
 
-A value is the mean over seeds ± their standard deviation. "Lower", "higher" and "changes nothing"
-mean more, or not more, than twice the standard error of the difference of the means. With three
-seeds that is a rough test; and a model of this size, trained for {STEPS} steps, says little about
-large ones: it shows what the code does, and where a claim would need a larger scale.
+A value is the mean over seeds ± their standard deviation. Runs of one seed start from the same
+weights and read the same text, so they are compared seed by seed: one ends below another if the
+mean difference is more than twice its standard error. With three seeds that is a rough test; and a
+model of this size, trained for {STEPS} steps, says little about large ones: it shows what the code
+does, and where a claim would need a larger scale.
 """
 
 

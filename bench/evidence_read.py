@@ -18,7 +18,8 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Value:
-    """A mean over seeds and their sample standard deviation; NaN for a single seed."""
+    """A mean over seeds and their sample standard deviation; NaN for a single seed, or where one of
+    the values is not finite."""
 
     mean: float
     deviation: float
@@ -29,17 +30,18 @@ class Value:
 
     def form(self, form: str) -> str:
         """Both numbers, each in this form."""
-        spread = "" if math.isnan(self.deviation) else f" ± {self.deviation:{form}}"
+        spread = "" if math.isnan(self.deviation) else f" ± {self.deviation:{form.strip('+')}}"
         return f"{self.mean:{form}}{spread}"
 
-    def above(self, other: Value) -> bool:
-        """Whether this is larger by over twice the standard error of the difference of means."""
-        error = math.sqrt((self.deviation**2 + other.deviation**2) / max(1, self.seeds))
-        return self.mean - other.mean > 2 * error
+    @property
+    def positive(self) -> bool:
+        """Whether the mean is above zero by more than twice its standard error."""
+        return self.mean > 2 * self.deviation / math.sqrt(self.seeds)
 
 
 def over_seeds(values: Sequence[float]) -> Value:
-    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+    known = len(values) > 1 and all(map(math.isfinite, values))
+    deviation = statistics.stdev(values) if known else math.nan
     return Value(statistics.fmean(values), deviation, len(values))
 
 
@@ -63,6 +65,10 @@ class Table:
     def value(self, label: str, of: Callable[[Result], float] = lambda r: r["loss"]) -> Value:
         """Of a label: the final validation loss, or what else `of` takes from a result."""
         return over_seeds([of(result) for result in self.results[label]])
+
+    def excess(self, label: str, base: str) -> Value:
+        """Of the final loss over another's, seed by seed: the same text in the same order."""
+        return self.paired(label, base, lambda ours, theirs: ours["loss"] - theirs["loss"])
 
     def paired(self, label: str, base: str, of: Callable[[Result, Result], float]) -> Value:
         """What `of` makes of two labels' results of the same seed."""

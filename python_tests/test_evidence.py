@@ -87,11 +87,12 @@ def test_keys_tell_settings_apart() -> None:
 
 
 def test_statistics() -> None:
-    """Mean, sample deviation, and twice the standard error of a difference."""
-    a, b = over_seeds([1.0, 2.0, 3.0]), over_seeds([4.0, 5.0, 6.0])
+    """Mean, sample deviation, and twice the standard error."""
+    a = over_seeds([1.0, 2.0, 3.0])
     assert (a.mean, a.deviation, str(a)) == (2.0, 1.0, "2.0000 ± 1.0000")
-    assert b.above(a) and not a.above(b) and not Value(3.6, 1.0, 3).above(a)
-    assert str(over_seeds([1.0])) == "1.0000"
+    assert a.positive and Value(1.2, 1.0, 3).positive and not Value(1.1, 1.0, 3).positive
+    assert str(over_seeds([1.0])) == "1.0000" and str(over_seeds([1.0, math.inf])) == "inf"
+    assert a.form("+.1f") == "+2.0 ± 1.0"
 
 
 def test_recovery() -> None:
