@@ -46,16 +46,24 @@ class Samples:
         """Right after the average of a layer's state is in place."""
         self._then[layer] = _sample(state)
 
+    @property
+    def bytes(self) -> int:
+        """What they take, where the states are."""
+        return sum(then.nbytes for then in self._then.values())
+
     def moved(self, layer: int, state: list[Tensor]) -> Tensor | None:
-        """|now - then| / |then|, a number on the state's device in fp64, inf or NaN where `then`
-        was zero; None before the first average."""
+        """|now - then| / |then|, a number in fp64 on its way to the host, where it is once the
+        current stream has come so far; inf or NaN where `then` was zero; None before the first
+        average."""
         then = self._then.get(layer)
         if then is None:
             return None
         now = _sample(state)
         if then.shape != now.shape:
             return None
-        return (now - then).norm() / then.norm()
+        then = then.double()
+        # Into pinned memory: reading a number of the device would wait for all that it has to do.
+        return ((now.double() - then).norm() / then.norm()).to("cpu", non_blocking=True)
 
 
 class Apart:
@@ -63,6 +71,7 @@ class Apart:
 
     def __init__(self) -> None:
         self._squares: dict[int, tuple[float, float]] = {}
+        self._steps: dict[int, float] = {}
         self._unequal: set[int] = set()
 
     def add(self, track: int, stats: dict[str, Any]) -> None:
@@ -72,33 +81,36 @@ class Apart:
         each, agreed = self._squares.get(track, (0.0, 0.0))
         each += fmean(norm * norm for norm in stats["norms"])
         self._squares[track] = (each, agreed + stats["merged_norm"] ** 2)
+        self._steps[track] = fmean(stats["steps"])
 
-    def take(self) -> dict[int, float]:
-        """Of each track whose replicas all made their steps: see `apart`; then begin anew."""
+    def take(self) -> dict[int, tuple[float, float]]:
+        """Of each track whose replicas all made their steps: how many, in the mean, and see
+        `apart`; then begin anew."""
         found = {
-            track: apart([math.sqrt(each)], math.sqrt(agreed))
+            track: (self._steps[track], apart([math.sqrt(each)], math.sqrt(agreed)))
             for track, (each, agreed) in self._squares.items()
             if track not in self._unequal
         }
-        self._squares, self._unequal = {}, set()
+        self._squares, self._steps, self._unequal = {}, {}, set()
         return found
 
 
-def next_period(track: Track, every: int, drift: float) -> int:
-    """The period after a window of `every` steps in which the state has drifted so far apart.
+def next_period(track: Track, every: int, steps: float, drift: float) -> int:
+    """The period that follows `every`, after a window of `steps` steps in which the state has
+    drifted so far apart.
 
-        every * target / drift,    from every / 2 to 2 every, and within the track's bounds
+        steps * target / drift,    from every / 2 to 2 every, and within the track's bounds
 
     A drift of zero, or one that is not finite, tells nothing: the period stays.
 
     >>> track = Track(name="exp_avg", every=32, target=0.5, shortest=16, longest=512)
-    >>> [next_period(track, 32, drift) for drift in (0.5, 0.4, 2.0, 0.01, 0.0)]
+    >>> [next_period(track, 32, 32, drift) for drift in (0.5, 0.4, 2.0, 0.01, 0.0)]
     [32, 40, 16, 64, 32]
     """
     if track.target is None or not (0.0 < drift < math.inf):
         return every
-    change = min(max(track.target / drift, 1 / FASTEST), FASTEST)
-    return min(max(round(every * change), track.shortest), track.longest)
+    wanted = min(max(steps * track.target / drift, every / FASTEST), every * FASTEST)
+    return min(max(round(wanted), track.shortest), track.longest)
 
 
 @torch.no_grad()
@@ -106,4 +118,4 @@ def _sample(state: list[Tensor]) -> Tensor:
     stride = max(1, -(-sum(t.numel() for t in state) // SAMPLE))
     # Storage is dense, in whatever order of dimensions.
     flat = [t.as_strided((t.numel(),), (1,)) for t in state if t.numel()]
-    return torch.cat([t[::stride].double() for t in flat]) if flat else torch.zeros(0)
+    return torch.cat([t[::stride].float() for t in flat]) if flat else torch.zeros(0)

@@ -20,7 +20,8 @@ SHOWN = 8  # steps listed before "..."
 def explain(engine: Engine, steps: int | None = None) -> str:
     """Layers in order, syncs of the next `steps` steps (default: two windows), bytes, memory."""
     config, clock, mesh, recipe = engine.config, engine.clock, engine.mesh, engine.recipe
-    finite = [track.every for track in recipe.tracks if not math.isinf(track.every)]
+    periods = map(clock.every, range(len(recipe.tracks)))
+    finite = [every for every in periods if not math.isinf(every)]
     last = clock.step + (2 * int(max(finite, default=0)) if steps is None else steps)
     lines = [
         f"{config.name} over {_count(mesh.replica.size, 'replica')}{_shards(engine)}, this is "
@@ -159,6 +160,7 @@ def memory(engine: Engine) -> dict[str, int]:
         "outer momentum" + where: sum(m.nbytes for m in momenta if m is not None),
         "detectors": sum(layer.detector.nbytes for layer in held.layers),
         "buffers of layers in flight": held.pool.bytes + held.state_pool.bytes,
+        "samples of states": engine.syncs.samples.bytes,
     }
 
 

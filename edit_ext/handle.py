@@ -237,8 +237,9 @@ class Handle:
         (begin_seconds, waiting, write_back_seconds), so it can exceed the exchange; bytes_sent. All
         norms, weights and flags are equal on all ranks. Of optimizer states also, relative to them:
         drift, how far this rank's have moved over the window, |now - then| / |then| of 65,536
-        elements at most; apart, how far the replicas' are from their mean. None where that is not
-        known: drift at the first sync, and after a state was loaded.
+        elements at most; apart, how far the replicas' are from their mean; every, steps between two
+        syncs as things stand. None where that is not known: drift at the first sync, and at the
+        first after a state was loaded or `resize`.
         """
         self._engine.syncs.settle()
         return self._engine.syncs.metrics.drain()

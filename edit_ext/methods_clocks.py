@@ -123,7 +123,7 @@ class Clocked(Pipelined):
                 at_step=True,
                 target=None if math.isinf(every) else target,
                 shortest=self.param_every,
-                longest=self.param_every if math.isinf(every) else int(LONGEST * every),
+                longest=1 if math.isinf(every) else max(self.param_every, int(LONGEST * every)),
             )
             for name, every in periods.items()
         )

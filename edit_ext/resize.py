@@ -220,7 +220,7 @@ def _take_counts(engine: Engine, old: _Old, carried: Carried | None) -> None:
     """A replica that joins stands where the source does. If one is due for a sync, all are."""
     about = carried.about if carried is not None else old.source
     counts = {**about["counts"], "armed": old.armed}
-    for name in ("sync_index", "anchored"):
+    for name in ("sync_index", "anchored", "periods", "measured"):
         counts[name] = old.source["counts"][name]
     for name in ("agreed_steps", "shown_steps"):  # of all replicas together
         mean = old.source["counts"][name] / old.source["replicas"]

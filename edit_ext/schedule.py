@@ -41,9 +41,10 @@ class Clock:
         self.periods: dict[int, tuple[int, int]] = {}
         """Of tracks whose period follows the drift: the present one, and the local step from which
         it counts."""
-        self.measured: dict[int, tuple[int, float]] = {}
-        """Of those tracks that were synced last: after which local step, and how far they had
-        drifted. The next sync, which begins after the same steps on all replicas, takes it up."""
+        self.measured: dict[int, tuple[int, float, float]] = {}
+        """Of those tracks that were synced last: after which local step, how many steps after the
+        sync before, and how far they had drifted in them. The next sync, which begins after the
+        same steps on all replicas, takes it up."""
         self._ahead = 0  # of a replica that makes no more steps: how far its peers have come
 
     @property
@@ -84,10 +85,12 @@ class Clock:
 
     def adapt(self) -> None:
         """Before a sync begins: periods follow what was measured at those before."""
-        for track, (at, drift) in self.measured.items():
-            every = next_period(self.recipe.tracks[track], int(self.every(track)), drift)
-            # A step that is past already does not come again: due at the next one.
-            self.periods[track] = (every, max(at, self.now + 1 - every))
+        for track, (at, steps, drift) in self.measured.items():
+            every = next_period(self.recipe.tracks[track], int(self.every(track)), steps, drift)
+            if at + every <= self.now:
+                self.armed.add(track)  # its step is here already: it joins this sync
+            # Also where the old period has brought it here: a window begins now.
+            self.periods[track] = (every, self.now if track in self.armed else at)
         self.measured = {}
 
     @property
@@ -134,7 +137,7 @@ class Clock:
         self.window_steps = list(saved["window_steps"])
         self.armed = set(saved["armed"])
         self.periods = {track: (every, since) for track, every, since in saved["periods"]}
-        self.measured = {track: (at, drift) for track, at, drift in saved["measured"]}
+        self.measured = {track: (at, n, drift) for track, at, n, drift in saved["measured"]}
 
     def counts(self) -> dict[str, Any]:
         """What `restore` takes, as plain numbers."""

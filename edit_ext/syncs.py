@@ -73,7 +73,7 @@ class Syncs:
         # GPU tells its statistics when it gets there, and nobody waits for it.
         self._unsettled: deque[tuple[int, int, _C.Layer] | Sync] = deque()
         self._last: _C.Layer | None = None
-        self._samples, self._apart = Samples(), Apart()
+        self.samples, self._apart = Samples(), Apart()
         self._moved: dict[int, torch.Tensor | None] = {}  # of layers of states: over their window
 
     @property
@@ -83,7 +83,7 @@ class Syncs:
 
     def forget_states(self) -> None:
         """What comes next is no continuation: states have moved from nowhere known."""
-        self._samples = Samples()
+        self.samples = Samples()
 
     @property
     def in_flight(self) -> bool:
@@ -245,7 +245,7 @@ class Syncs:
         def begin(layer: int) -> None:
             self.held.renew(layer)
             if self.held.is_state(layer):
-                self._moved[layer] = self._samples.moved(layer, self.held.layers[layer].params)
+                self._moved[layer] = self.samples.moved(layer, self.held.layers[layer].params)
             policy = rules if layer < self.held.units else mean
             steps = windows[self.held.tracks[layer]]
             here = self.held.layers[layer]
@@ -298,7 +298,7 @@ class Syncs:
     def _layer_done(self, index: int) -> None:
         self._reshard(index)
         if self.held.is_state(index):
-            self._samples.keep(index, self.held.layers[index].params)
+            self.samples.keep(index, self.held.layers[index].params)
         told = True
         for sync in self._landing:
             if index in sync.layers:
@@ -336,21 +336,23 @@ class Syncs:
         stats: dict[str, Any] = layer.stats()
         drift = None
         if self.held.is_state(index):
-            self._apart.add(self.held.tracks[index], stats)
+            track = self.held.tracks[index]
+            self._apart.add(track, stats)
             moved = self._moved.pop(index, None)
             distance = apart(stats["norms"], stats["merged_norm"])
             drift = {
                 "drift": None if moved is None else _known(float(moved)),
                 "apart": _known(distance),
+                "every": self._clock.every(track),
             }
         anchored = index < self.held.units
         self.metrics.add(step, layer.name, stats, anchored=anchored, drift=drift)
 
     def _count(self, sync: Sync) -> None:
         """A sync is over and all of it is known: count the steps of its window."""
-        for track, drift in self._apart.take().items():
+        for track, (window, drift) in self._apart.take().items():
             if self._recipe.tracks[track].target is not None:
-                self._clock.measured[track] = (sync.at, drift)
+                self._clock.measured[track] = (sync.at, window, drift)
         void = False
         if sync.first is not None:
             self._last = sync.first

@@ -297,14 +297,16 @@ class Clocks(Outer):
 
 class Adaptive(Clocks):
     """Periods of states that follow how far workers come apart: every * target / drift, from half
-    to twice the old one and within bounds; a new one holds from the next sync of anything on."""
+    to twice the old one and within bounds, where `every` is the window that the drift came in; a
+    new one holds from the next sync of anything on, which an item joins whose step has come."""
 
     def __init__(self, start: Values, every: Mapping[str, int], target: float,
                  bounds: Mapping[str, tuple[int, int]]) -> None:  # fmt: skip
         super().__init__(start, self.is_due, [key for key in every if key != "x"])
         self.periods = {key: (period, 0) for key, period in every.items()}
         self.target, self.bounds = target, bounds
-        self.measured: dict[str, tuple[int, float]] = {}
+        self.measured: dict[str, tuple[int, int, float]] = {}
+        self.last = dict.fromkeys(every, 0)  # sync of each item
 
     def is_due(self, key: str, t: int) -> bool:
         every, since = self.periods[key]
@@ -314,19 +316,23 @@ class Adaptive(Clocks):
         due = [key for key in self.periods if self.is_due(key, t)]
         if every or not due:
             return super().run(t, workers, every)
-        for key, (at, drift) in self.measured.items():
+        for key, (at, window, drift) in self.measured.items():
             old, (low, high) = self.periods[key][0], self.bounds[key]
-            new = min(max(round(old * min(max(self.target / drift, 0.5), 2.0)), low), high)
-            self.periods[key] = (new, max(at, t + 1 - new))
+            new = round(min(max(window * self.target / drift, old / 2), 2.0 * old))
+            new = min(max(new, low), high)
+            if at + new == t and key not in due:
+                due.append(key)
+            self.periods[key] = (new, t if key in due else at)
         self.measured = {}
         for key in due:
+            window, self.last[key] = t - self.last[key], t
             parts = [w.states.get(key) for w in workers]
             if key != "x" and all(parts):
                 both = mean(parts, parts[0])
                 agreed = sum((b * b).sum() for b in both.values())
                 apart = sum(((p[n] - both[n]) ** 2).sum() for p in parts for n in both)
                 if len(parts) > 1:
-                    self.measured[key] = (t, float((apart / len(parts) / agreed).sqrt()))
+                    self.measured[key] = (t, window, float((apart / len(parts) / agreed).sqrt()))
                 for w in workers:
                     w.states[key] = dict(both)
         if "x" in due:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from method_cases import CASES
+from nets import make_net
 from ranks import Ranks
 from test_methods_state import attached, train
 from test_stacked import batches, make_loss_net
@@ -17,6 +19,7 @@ import edit_ext
 from edit_ext.bench.stacked import Replicas
 from edit_ext.drift import SAMPLE, Samples, next_period
 from edit_ext.recipe import Track
+from edit_ext.schedule import Clock
 
 STEPS = 14
 STATES = ("exp_avg", "exp_avg_sq")
@@ -111,7 +114,60 @@ def test_direction_and_bounds(target: float, longer: bool) -> None:
     changes = [now / before for before, now in itertools.pairwise(seen)]
     assert seen[0] == 4 and all(0.5 <= change <= 2.0 for change in changes)
     assert seen[-1] == (32 if longer else 2)  # 4, 8, 16, 32: the third average is after step 28
-    assert next_period(Track(name="s", every=4, target=1e4, shortest=2, longest=64), 64, 0.1) == 64
+    track = Track(name="s", every=4, target=1e4, shortest=2, longest=64)
+    assert next_period(track, 64, 64, 0.1) == 64
+
+
+@pytest.mark.parametrize("first", [2, 4, 8])
+@pytest.mark.parametrize("target", [0.1, 0.3, 0.6])
+def test_windows_are_whole(first: int, target: float) -> None:
+    """No window is shorter than `param_every`, also where states and weights are due together, and
+    each is from half to twice the period told before."""
+    with stacked(state_every={"exp_avg": first, "exp_avg_sq": 64}, adaptive=target) as group:
+        for t in range(60):
+            group.step(batches(2, t))
+        records = group.replicas[0].syncs.metrics.drain()
+    found = [
+        (record["step"], record["steps"][0], record["every"])
+        for record in records
+        if record["layer"] == "head: exp_avg"
+    ]
+    assert [step for step, *_ in found] == list(itertools.accumulate(w for _, w, _ in found))
+    assert all(2 <= window <= max(2, 16 * first) for _, window, _ in found)
+    for (_, _, before), (_, window, _) in itertools.pairwise(found):
+        assert round(before / 2) <= window <= 2 * before
+
+
+def test_the_period_follows_the_window_that_was_measured() -> None:
+    """Half the target in a window of 2: 4 steps reach it, also if the period is 4 already; by a
+    factor of 2 at most from the period."""
+    track = Track(name="s", every=2, target=0.5, shortest=2, longest=64)
+    assert [next_period(track, every, 2, 0.25) for every in (2, 3, 4, 8, 16)] == [4, 4, 4, 4, 8]
+    assert next_period(track, 16, 32, 0.5) == 32
+
+
+def test_adapt_on_the_clock() -> None:
+    """A period taken up where its step is reached joins that sync; where the old one has come at
+    the same step, the new one counts from there; else from the last sync."""
+    method = edit_ext.DESLOC(param_every=2, state_every={"s": 4, "other": 2}, adaptive=0.5)
+    clock = Clock(method.recipe())
+    for at, drift, armed, periods in (
+        (4, 1.0, {0, 1, 2}, {1: (2, 6)}),  # after 4 and 2: due at 6, which is here
+        (4, 0.25, {0, 2}, {1: (8, 4)}),  # after 4 and 8
+        (2, 0.25, {0, 1}, {1: (8, 6)}),  # the old period has brought it to 6
+    ):
+        clock.step, clock.periods = 6, {}
+        clock.armed = clock.due(6) if at == 4 else {0, 1}
+        clock.measured = {1: (at, 4.0, drift)}
+        clock.adapt()
+        assert (clock.armed, clock.periods, clock.measured) == (armed, periods, {})
+
+
+def test_explain_counts_samples() -> None:
+    """What the samples take is told: 4 bytes an element."""
+    samples = Samples()
+    samples.keep(0, [torch.ones(100, dtype=torch.bfloat16), torch.ones(20, 5)])
+    assert samples.bytes == 800
 
 
 def explained() -> tuple[str, str]:
@@ -143,6 +199,40 @@ def unequal(steps: list[int]) -> tuple[int, dict[str, Tensor]]:
     index = run[2].sync_index
     run[2].detach()
     return index, weights
+
+
+def joined() -> list[tuple[dict[int, tuple[int, int]], dict[str, Tensor]]]:
+    """Two replicas become three; periods then and at the end, and the weights."""
+    import torch.distributed as dist
+
+    model = make_net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    method = CASES["DESLOC-adaptive"][0]
+    here = [0, 1] if dist.get_rank() < 2 else [0, 1, 2]
+    start = "check" if dist.get_rank() < 2 else "join"
+    run = (model, optimizer, edit_ext.attach(model, optimizer, method, group=here, start=start))
+    if start == "check":
+        train(run, 0, 9)
+        run[2].resize([0, 1, 2])
+    seen = []
+    for first, last in ((9, 9), (9, 25)):
+        train(run, first, last)
+        if last == 25:
+            run[2].flush()
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        seen.append((dict(run[2]._engine.clock.periods), weights))
+    run[2].detach()
+    return seen
+
+
+@pytest.mark.timeout(60)
+def test_a_replica_that_joins(ranks: Ranks) -> None:
+    """It has the periods of the others, and goes on with the same syncs."""
+    first, *others = ranks.run(3, joined)
+    assert first[0][0] and first[0][0] != {1: (2, 0), 2: (4, 0)}
+    for other in others:
+        assert [periods for periods, _ in other] == [periods for periods, _ in first]
+        assert all(torch.equal(other[1][1][name], w) for name, w in first[1][1].items())
 
 
 @pytest.mark.timeout(60)
