@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 save(options.json, results)
                 print(
                     f"{done}/{len(missing)} {result['run']} seed {result['seed']}: "
-                    f"{result['loss']:.4f} in {result['seconds']:.0f} s",
+                    f"{result['loss']:.4f} in {result['cpu_seconds']:.0f} s",
                     flush=True,
                 )
     return 0 if done == len(missing) else 1

@@ -107,6 +107,8 @@ def _windows(axes: Any, windows: Table, periods: Table) -> None:
     for label, (form, values, colour) in sweeps.items():
         found = [periods.value(form.format(n)) for n in values]
         _line(axes[1], values, found, colour, label)
+    every = sorted({n for _, values, _ in sweeps.values() for n in values})
+    axes[1].set_xticks(every, [f"{n}" for n in every])
     axes[1].set_xlabel("steps between two averages, the others at 16, 48 and 96")
     axes[1].set_title("DES-LOC's periods, one at a time")
     for ax in axes:
