@@ -56,3 +56,37 @@ def test_overlap(ranks: Ranks) -> None:
         assert without >= 160 and with_sync <= without + 45, (with_sync, without)
     for with_sync, without in ranks.run(2, stacked, 0, seconds=90):
         assert with_sync >= without + 150, (with_sync, without)
+
+
+def states_in_flight() -> int:
+    """How many layers of states arrive between a forward and its backward, although the training
+    thread calls nothing."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    data = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    config = edit_ext.LocalAdam(sync_every=2)
+
+    def slow_link(inner: Any) -> Any:
+        return edit_ext._C.DelayedComm(inner, 0.02)
+
+    with edit_ext.attach(model, optimizer, config, start="broadcast", comm_wrapper=slow_link) as s:
+        for step in range(3):
+            loss = model(data).square().mean()
+            if step == 2:
+                held = s._engine.held
+                states = [held.layers[i] for i in range(len(held.layers)) if held.is_state(i)]
+                end = time.perf_counter() + 30
+                while not all(layer.ready() for layer in states):
+                    assert time.perf_counter() < end, "states do not go on by themselves"
+                    time.sleep(0.005)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        s.flush()
+    return len(states)
+
+
+def test_states_hide_behind_a_backward(ranks: Ranks) -> None:
+    """All states of a sync begin in the forward, however few layers may be in flight, and need no
+    hook to arrive."""
+    assert ranks.run(2, states_in_flight) == [12, 12]
