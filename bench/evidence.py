@@ -88,8 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     rows = [row for row in ROWS if row.name in options.rows]
     results: dict[str, Any] = {"machine": machine(), "runs": {}}
-    if options.json.exists():
-        results["runs"] = json.loads(options.json.read_text())["runs"]
+    try:
+        if options.json.exists():
+            results["runs"] = json.loads(options.json.read_text())["runs"]
+        else:
+            save(options.json, results)  # rather now than after the first run
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"--json {options.json}: {type(error).__name__}: {error}")
     missing = {k: v for k, v in wanted(rows, options.seeds).items() if k not in results["runs"]}
     print(f"{len(missing)} runs to go; {len(results['runs'])} in {options.json}", flush=True)
     end = time.monotonic() + 60 * options.minutes

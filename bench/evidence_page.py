@@ -117,7 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE")
     parser.add_argument("--pictures", type=Path, default=RESULTS, metavar="FOLDER")
     options = parser.parse_args(arguments)
-    head, tables = load(options.json, SEEDS)
+    try:
+        head, tables = load(options.json, SEEDS)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"--json {options.json}: {type(error).__name__}: {error}")
     drawn = draw(tables, options.pictures)
     options.page.parent.mkdir(parents=True, exist_ok=True)
     options.page.write_text(page(head, tables, drawn))

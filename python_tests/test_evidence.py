@@ -76,6 +76,22 @@ def test_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert evidence.main(arguments) == 0 and where.stat().st_mtime_ns == before
 
 
+@pytest.mark.parametrize("text", ["garbage", "[]", "{}", None])
+def test_file_that_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None
+) -> None:
+    """What is no file of results, or cannot be written, is refused in a sentence at once."""
+    where = tmp_path / "evidence.json"
+    if text is None:
+        where.mkdir()
+    else:
+        where.write_text(text)
+    for program in (evidence, evidence_page):
+        with pytest.raises(SystemExit):
+            program.main(["--json", str(where)])
+        assert f"error: --json {where}: " in capsys.readouterr().err
+
+
 def test_keys_tell_settings_apart() -> None:
     """Rows without seeds of their own have different runs under different labels."""
     for row in ROWS:
