@@ -38,7 +38,10 @@ def methods(table: Table) -> Claims:
     return [
         below(table, "EDiT ends below DiLoCo.", "EDiT", "DiLoCo"),
         below(table, "EDiT ends below Post Local SGD.", "EDiT", "PostLocalSGD"),
-        same(table, "DES-LOC ends as Local Adam does, with half its bytes.", "DESLOC", "LocalAdam"),
+        same(
+            table, "DES-LOC ends as Local Adam does, whose syncs send twice as much.",
+            "DESLOC", "LocalAdam",
+        ),
         below(
             table, "Resetting states after each average is worse than keeping them local.",
             "FedAvgPersistent", "FedAvgReset",
@@ -204,7 +207,7 @@ def sensitivity(table: Table) -> Claims:
     return [
         Claim(
             "Delta between 2 and 6 and alpha between 0.02 and 0.3 move the loss by less than the "
-            "seeds do.", width < 2 * base.deviation, f"{width:.4f} against +-{base.deviation:.4f}",
+            "seeds do.", width < 2 * base.deviation, f"{width:.4f} against ± {base.deviation:.4f}",
         ),
         Claim(
             "A clip of 10 never binds at this scale.", unclipped == 0,
