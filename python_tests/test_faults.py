@@ -256,10 +256,13 @@ def count_for(seconds: float, action: Any) -> float:
 
 
 def test_wait_leaves_python_alone(ranks: Ranks) -> None:
-    """During a wait other threads run at >= 80 % of their rate, and Ctrl-C returns within 1 s."""
-    result, _ = ranks.run(2, wait_for_peer, seconds=30)
-    assert result["counted"] >= 0.8 * result["free"], result
-    assert result["interrupted"] < 1.0
+    """During a wait other threads run at >= 80 % of their rate, and Ctrl-C returns within 1 s.
+    A wait that held the interpreter would leave nothing; a busy machine may spoil two tries."""
+    for last in (False, False, True):
+        result, _ = ranks.run(2, wait_for_peer, seconds=30)
+        if result["counted"] >= 0.8 * result["free"] and result["interrupted"] < 1.0:
+            return
+        assert not last, result
 
 
 def drop_with_work_open() -> list[float]:

@@ -195,7 +195,7 @@ def test_joiner_starts_from_averaged_states(ranks: Ranks) -> None:
 def survives(name: str) -> dict[str, Tensor] | None:
     """Rank 2 of three is killed while results are in flight; the others go on."""
     rank = dist.get_rank()
-    config = replace(CASES[name][0], timeout=2.0)
+    config = replace(CASES[name][0], timeout=6.0)  # a busy machine takes seconds to attach
     model = make_net()
     optimizer = INNER["adam"][0](model.parameters())
     sync = edit_ext.attach(model, optimizer, config)
