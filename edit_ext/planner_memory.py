@@ -25,15 +25,16 @@ def state_parts(job: Job, schedule: Schedule) -> dict[str, float]:
 
     A mean that replaces the weights has no momentum, and states have no anchor. What flies holds
     its buffers, b = w + w (R-1)/R + 4/R bytes: what is sent, what is received, and the merged
-    piece; and of a state, which has no anchor to come back to, 4 bytes of what comes back. Layers:
-    of `prefetch` of L, b prefetch/L. A fragment: b/fragments. All of them, and one more, for a
-    whole window: in co2 the step that comes back is its second anchor.
+    piece. Layers: of `prefetch` of L, b prefetch/L. A fragment: b/fragments. All of them, and one
+    more, for a whole window: in co2 the step that comes back is its second anchor. States go one
+    after the other in the buffers of one layer more, with 4 bytes of what comes back, since they
+    have no anchor to come back to: (b + 4)/L.
     """
     if schedule.method == "synchronous":
         return {"anchor": 0.0, "momentum": 0.0, "in_flight": 0.0}
     replicas, wire = job.replicas, WIRES[job.wire]
     piece, both_ways = 4 / replicas, wire + wire * (replicas - 1) / replicas
-    flying = both_ways + piece + 4 * any(map(math.isfinite, schedule.states))
+    each = flying = both_ways + piece
     momentum = 0.0 if schedule.method in REPLACING else piece
     if schedule.method == "co2":
         flying *= (job.layers + 1) / job.layers
@@ -41,6 +42,8 @@ def state_parts(job: Job, schedule: Schedule) -> dict[str, float]:
         flying /= schedule.fragments
     else:
         flying *= min(job.prefetch, job.layers) / job.layers
+    if any(map(math.isfinite, schedule.states)):
+        flying += (each + 4) / job.layers
     return {"anchor": 4.0, "momentum": momentum, "in_flight": flying}
 
 

@@ -176,7 +176,7 @@ def test_memory_by_hand() -> None:
     flying = (4 + 3 + 1) * 2 / 10
     expected = {
         "synchronous": 0, "edit": 5 + flying, "a-edit": 5 + flying, "diloco": 5 + flying,
-        "post-local-sgd": 4 + flying, "local-adam": 4.8 + flying, "des-loc": 4.8 + flying,
+        "post-local-sgd": 4 + flying, "local-adam": 5.2 + flying, "des-loc": 5.2 + flying,
         "fedavg-persistent": 4 + flying, "fedavg-reset": 4 + flying, "co2": 5 + 8 * 11 / 10,
         "co2-star": 5 + flying, "streaming-diloco": 5 + 8 / 4,
     }  # fmt: skip
