@@ -85,7 +85,7 @@ class ProcessGroup:
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         start_new_session=True,
-                        preexec_fn=_die_with_parent(),
+                        preexec_fn=die_with_parent(),
                     )
                 )
         except BaseException:
@@ -193,7 +193,7 @@ def _raise_stop(number: int, frame: FrameType | None) -> None:
     raise _Stop(number)
 
 
-def _die_with_parent() -> Callable[[], None] | None:
+def die_with_parent() -> Callable[[], None] | None:
     """What a new process calls between fork and exec; None where the system has no such call."""
     if not sys.platform.startswith("linux"):
         return None
