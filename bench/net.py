@@ -24,28 +24,19 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO
 
-from edit_ext.launch import POLL, die_with_parent, usable_cores
+from edit_ext.launch import die_with_parent
 from edit_ext.planner_units import bandwidth
 
 from . import namespaces
 from .namespaces import available
+from .net_ranks import RankError, environment, first_bad, read
 from .stop_signals import ExitOnStop, held_back
 
 __all__ = ["Host", "RankError", "TestHosts", "available", "parse_rate"]
 
 SLOWEST, FASTEST = 10**7, 10**10  # bit/s
 PORT = 29500  # of a rendezvous; each run takes the next, as the last one's may not be free yet
-TAIL = 2000  # characters of output that an error shows
 REAP = 5.0  # s for a killed process to be gone
-
-
-class RankError(RuntimeError):
-    """A process of `TestHosts.run` failed or was late. `code` is its exit code, -n after signal n,
-    and None when it was late; `output` is the end of what it printed."""
-
-    def __init__(self, rank: int, code: int | None, output: str, how: str) -> None:
-        super().__init__(f"rank {rank} {how}; the end of its output:\n{output}")
-        self.rank, self.code, self.output = rank, code, output
 
 
 @dataclass(frozen=True)
@@ -168,28 +159,18 @@ class TestHosts:
             processes: list[subprocess.Popen[bytes]] = []
             try:
                 for rank, path in enumerate(paths):
+                    own = environment(rank, self.count, self[0].address, self._port)
                     with open(path, "wb") as file:
-                        own = {**self._rank_environment(rank), **(env or {})}
+                        own.update(env or {})
                         processes.append(self.popen(rank, argv_of(rank), env=own, output=file))
-                found = _first_bad(processes, time.monotonic() + timeout)
+                bad = first_bad(processes, time.monotonic() + timeout)
             finally:
                 self._kill(processes)
-            texts = [_text(path) for path in paths]
-        if found is not None:
-            rank, code = found
-            raise RankError(rank, code, texts[rank][-TAIL:], _how(code, timeout))
+            texts = [read(path) for path in paths]
+        if bad is not None:
+            rank, code = bad
+            raise RankError(rank, code, texts[rank], timeout)
         return texts
-
-    def _rank_environment(self, rank: int) -> dict[str, str]:
-        env = {
-            "RANK": str(rank), "LOCAL_RANK": "0", "GROUP_RANK": str(rank),
-            "WORLD_SIZE": str(self.count), "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": self[0].address, "MASTER_PORT": str(self._port),
-            "GLOO_SOCKET_IFNAME": namespaces.INTERFACE, "PYTHONUNBUFFERED": "1",
-        }  # fmt: skip
-        if "OMP_NUM_THREADS" not in os.environ:
-            env["OMP_NUM_THREADS"] = str(max(1, usable_cores() // self.count))
-        return env
 
     def _kill(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         running = [process for process in processes if process.poll() is None]
@@ -219,34 +200,6 @@ def parse_rate(text: str) -> int:
     (200000000, 1000000000)
     """
     return round(8 * bandwidth(text, "rate"))
-
-
-def _first_bad(
-    processes: Sequence[subprocess.Popen[bytes]], deadline: float
-) -> tuple[int, int | None] | None:
-    """(rank, exit code) of the first that failed, or (rank, None) of the first that still runs at
-    the deadline; None when all ended well."""
-    while True:
-        codes = [process.poll() for process in processes]
-        for rank, code in enumerate(codes):
-            if code:
-                return rank, code
-        if None not in codes:
-            return None
-        if time.monotonic() >= deadline:
-            return codes.index(None), None
-        time.sleep(POLL)
-
-
-def _how(code: int | None, timeout: float) -> str:
-    if code is None:
-        return f"had not ended after {timeout:g} s"
-    return f"exited with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
-
-
-def _text(path: str) -> str:
-    with open(path, errors="replace") as file:
-        return file.read()
 
 
 if __name__ == "__main__":
