@@ -45,8 +45,8 @@ def held_back() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in dict.fromkeys(came):
-            signal.raise_signal(number)
+        for late in dict.fromkeys(came):
+            signal.raise_signal(late)
 
 
 def _in_main_thread() -> bool:

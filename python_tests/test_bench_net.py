@@ -174,7 +174,8 @@ def hold_hosts(path: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_run_leaves_nothing(can, ranks, tmp_path, number):
-    """Ctrl-C and SIGTERM clear up; after SIGKILL the next start does. `ranks` imports torch."""
+    """Ctrl-C and SIGTERM clear up, after SIGKILL the next start; a start before that does not."""
+    # `ranks` is here because it makes the fork server import torch.
     path = tmp_path / "names"
     process = multiprocessing.get_context("forkserver").Process(
         target=hold_hosts, args=(str(path),), daemon=True
@@ -185,6 +186,9 @@ def test_a_stopped_run_leaves_nothing(can, ranks, tmp_path, number):
         names = json.loads(path.read_text())
         wait_until(lambda: len(running(names)) == 3)
         pids = running(names)
+        with TestHosts(1, "100mbit"):
+            pass
+        assert set(names) <= set(namespaces._all()) and sorted(running(names)) == sorted(pids)
         os.kill(process.pid, number)
         process.join(20)
         assert process.exitcode == {signal.SIGINT: 1, signal.SIGTERM: 143}.get(number, -number)
@@ -199,7 +203,7 @@ def test_a_stopped_run_leaves_nothing(can, ranks, tmp_path, number):
 
 
 def test_runs_side_by_side(pair):
-    """Hosts of one process and of two have names of their own, and do not disturb each other."""
+    """Two sets of hosts in one process have names of their own and do not disturb each other."""
     with TestHosts(1, "100mbit") as other:
         assert other[0].namespace not in [host.namespace for host in pair]
         assert other.run(lambda rank: ["echo", "here"], 20) == ["here\n"]
