@@ -16,7 +16,8 @@ import pytest
 from edit_ext.bench import namespaces, net, net_check
 from edit_ext.bench.net import RankError, TestHosts, available
 
-pytestmark = pytest.mark.timeout(90)
+# Slow as a whole: it needs root, and rates that other tests would disturb.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 # A process, and one that has left its group; both deaf to SIGTERM.
 STUBBORN = ["sh", "-c", "trap '' TERM; setsid sleep 600 & sleep 600"]
 TRIES = 6  # on a busy machine processes fall asleep in mid-transfer
