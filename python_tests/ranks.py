@@ -1,7 +1,8 @@
 """A pool of processes that tests use as ranks: importing torch costs seconds, a job milliseconds.
 
 A job is an importable function; the pool gives it a fresh Gloo process group. Its process is
-replaced after an error or a missed deadline, so that no test sees the ruins of another.
+replaced after an error or a missed deadline, and when groups that were abandoned on purpose have
+left their threads in it (some spin), so that no test sees the ruins of another.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 START_SECONDS = 60
+MOST_THREADS = 32  # a group has two to four; an idle rank that has seen FSDP2 about twelve
 
 
 @dataclass
@@ -49,9 +51,9 @@ class Ranks:
     def __init__(self) -> None:
         for name, value in (("OMP_NUM_THREADS", "1"), ("GLOO_SOCKET_IFNAME", "lo")):
             os.environ.setdefault(name, value)
-        # Forked from a process that has imported torch and done nothing with it.
+        # Forked from a process that has imported torch and edit_ext and done nothing with them.
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed"])
+        self._context.set_forkserver_preload(["torch", "torch.distributed", "edit_ext"])
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._workers: list[_Worker | None] = []
         self._jobs = 0
@@ -105,6 +107,9 @@ class Ranks:
         while len(self._workers) <= rank:
             self._workers.append(None)
         worker = self._workers[rank]
+        if worker is not None and worker.threads() > MOST_THREADS:
+            worker.process.kill()
+            worker.process.join()
         if worker is None or not worker.process.is_alive():
             worker = self._workers[rank] = _Worker(self._context, self._store.port)
         return worker
@@ -119,6 +124,12 @@ class _Worker:
 
     def send(self, job: tuple[Any, ...]) -> None:
         self.connection.send_bytes(pickle.dumps(job))
+
+    def threads(self) -> int:
+        try:
+            return len(os.listdir(f"/proc/{self.process.pid}/task"))
+        except FileNotFoundError:
+            return 0
 
     def outcome(self) -> Outcome:
         try:
