@@ -21,8 +21,8 @@ CASES = [
     for test in TESTS
     if variant != "thread" or test not in ("test_cuda", "test_emulator")  # fibers are no threads
 ]
-BUILD_SECONDS = 900
-TEST_SECONDS = 300
+BUILD_SECONDS = 1800
+TEST_SECONDS = 660
 
 # Runs something of each runtime: a sanitizer may link and still not start on this kernel.
 PROBE = "#include <thread>\nint main() { std::thread([] {}).join(); }\n"

@@ -169,7 +169,7 @@ def dies(during: bool, momentum: str) -> dict[str, Any]:
     wrap = (lambda inner: _C.DelayedComm(inner, 0.2)) if during else None
     model = shards.make_net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    config = edit_ext.EDiT(sync_every=2, momentum=momentum, timeout=2.0)
+    config = edit_ext.EDiT(sync_every=2, momentum=momentum, timeout=6.0)
     sync = edit_ext.attach(model, optimizer, config, comm_wrapper=wrap)
     run: Run = (None, model, optimizer, sync)
     for t in range(5):
@@ -225,7 +225,7 @@ def test_dead_replica(ranks: Ranks, during: bool, momentum: str) -> None:
             gone = (now == 0) & (was != 0) & (momentum == "sharded")
             assert torch.equal(now[~gone], was[~gone]), name
     for result in (left, right):
-        assert result["seconds"] < 10
+        assert result["seconds"] < 15
         assert bool(result["said"]) == (momentum == "sharded")
         for text in result["said"]:
             assert "1 of 3 replicas did not hand over" in text and "restart at zero" in text
