@@ -87,7 +87,7 @@ def test_methods_on_the_cuda_path(emulated: dict[str, str]) -> None:
     the references' trajectories, and states saved while something is in flight."""
     options = ["-q", "-p", "no:cacheprovider", "-m", "not slow"]
     files = [str(ROOT / "python_tests" / f"test_methods{part}.py") for part in ("", "_state")]
-    names = [f"{files[0]}::test_trajectory[2-{name}]" for name in TRAJECTORIES]
+    names = [f"{files[0]}::test_trajectory[{name}]" for name in TRAJECTORIES]
     names += [f"{files[1]}::test_resume[{name}]" for name in RESUMED]
     assert passed(*options, *names, env=emulated) == len(TRAJECTORIES) + len(RESUMED)
 
@@ -108,7 +108,9 @@ def test_ranks_over_nccl(emulated: dict[str, str]) -> None:
 
 
 @pytest.mark.timeout(BUILD_SECONDS + TEST_SECONDS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=pytest.mark.slow if mode != "late" else ()) for mode in MODES]
+)
 def test_streams_in_any_order(emulated: dict[str, str], mode: str) -> None:
     """Whatever order CUDA allows streams to run in, waits and held memory keep the bits right."""
     names = ("test_streams.py", "test_offload_streams.py", "test_offload.py")

@@ -16,6 +16,7 @@ from edit_ext.bench import gpu_check
 SCRIPT = str(ROOT / "bench" / "gpu_check.py")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_dry_run_does_everything_but_the_device(tmp_path: Path) -> None:
     """Build, GPU tests, benchmarks and training run under the emulator; JSON after every step."""

@@ -64,12 +64,30 @@ def near(found: Tensor, wanted: Tensor) -> bool:
     return bool((found.double() - wanted).abs().max().item() <= 1e-6 * max(scale, 1.0))
 
 
-@pytest.mark.parametrize(
-    ("world", "name"), [*((2, name) for name in CASES), *((4, name) for name in CASES)]
-)
-def test_trajectory(ranks: Ranks, world: int, name: str) -> None:
+# Processes and shards are of the engine, not of a method; test_stacked.py has every method on four
+# replicas. The slow ones are all the rest.
+WIDE = ("DiLoCo", "StreamingDiLoCo-late", "CO2-replicated", "DESLOC-ADOPT")
+SHARDS = (*WIDE, "PostLocalSGD", "CO2", "DESLOC", "DESLOC-adaptive")
+
+
+def slow_unless(names: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(n, marks=() if n in names else pytest.mark.slow) for n in CASES]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trajectory(ranks: Ranks, name: str) -> None:
     """The weights of every forward and of the end equal the reference to 1e-6; replicas end with
     the same bits; optimizer states too where they are averaged."""
+    compare(ranks, 2, name)
+
+
+@pytest.mark.parametrize("name", slow_unless(WIDE))
+def test_four_processes(ranks: Ranks, name: str) -> None:
+    """The same with four replicas."""
+    compare(ranks, 4, name)
+
+
+def compare(ranks: Ranks, world: int, name: str) -> None:
     results, truth = ranks.run(world, run, name), PLAIN.train(name, world)
     for rank, result in enumerate(results):
         for t, seen in enumerate(result["forwards"]):
@@ -96,7 +114,7 @@ def run_sharded(replicas: int, count: int, name: str) -> dict[str, Tensor]:
     return shards.full(model)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_unless(SHARDS))
 def test_sharded(ranks: Ranks, name: str) -> None:
     """Over replicas of two FSDP2 shards each, optimizer states as DTensors, all ends the same."""
     results, truth = ranks.run(4, run_sharded, 2, 2, name), SHARDED.train(name, 2)
